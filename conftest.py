@@ -1,0 +1,20 @@
+"""Run the examples in docstrings and in the README as tests."""
+
+import torch
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser
+from sybil.parsers.rest import DocTestParser
+from torch import nn
+
+import trysquare as ts
+
+
+def _names(namespace):
+    namespace.update({name: getattr(ts, name) for name in ts.__all__}, torch=torch, nn=nn, ts=ts)
+    torch.manual_seed(0)
+
+
+pytest_collect_file = (
+    Sybil(parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/*.md"], setup=_names)
+    + Sybil(parsers=[DocTestParser()], patterns=["src/**/*.py"], setup=_names)
+).pytest()

@@ -1,0 +1,31 @@
+"""Orthogonal and 1-Lipschitz layers for PyTorch: exact, fast and easy to check."""
+
+from trysquare import linalg
+from trysquare.export import to_torch
+from trysquare.layers import (
+    OrthoConv1d,
+    OrthoConv2d,
+    OrthoConv3d,
+    OrthoConvTranspose1d,
+    OrthoConvTranspose2d,
+    OrthoConvTranspose3d,
+    OrthoLinear,
+)
+from trysquare.parametrizations import METHODS
+from trysquare.spectrum import singular_values
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "METHODS",
+    "OrthoConv1d",
+    "OrthoConv2d",
+    "OrthoConv3d",
+    "OrthoConvTranspose1d",
+    "OrthoConvTranspose2d",
+    "OrthoConvTranspose3d",
+    "OrthoLinear",
+    "linalg",
+    "singular_values",
+    "to_torch",
+]

@@ -1,0 +1,269 @@
+"""Which orthogonal convolutions exist, and how each one is built.
+
+Everything here is integer arithmetic on a layer's arguments, so a layer that cannot be orthogonal
+is refused before a single number is drawn. Per axis let ``k``, ``s``, ``d`` be kernel size, stride
+and dilation, ``q = gcd(s, d)`` and ``r = min(k, s / q)``; per group let ``m`` and ``n`` be the
+input and output channels. On a circular domain whose size is a multiple of ``s``:
+
+* orthonormal rows (nothing is amplified) exist if and only if ``n <= m * prod(r)``;
+* orthonormal columns (norms are preserved) exist if and only if every ``q`` is 1, every ``k >= s``
+  and ``n >= m * prod(s)``.
+
+The reason for ``q``: a tap at ``i * s + j * d`` only ever sees positions that are multiples of
+``q``, and among those two taps share a position if and only if their indices differ by a multiple
+of ``s / q``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from math import gcd, prod
+
+Sizes = tuple[int, ...]
+Pads = tuple[tuple[int, int], ...]
+PADDING_MODES = ("circular", "zeros")
+
+
+def per_axis(name: str, value: int | Sequence[int], dims: int, least: int = 1) -> Sizes:
+    """``value`` as ``dims`` integers, each at least ``least``; an integer stands for all axes.
+
+    >>> per_axis("stride", 2, 3)
+    (2, 2, 2)
+    """
+    sizes = (value,) * dims if isinstance(value, int) else tuple(value)
+    if len(sizes) != dims or not all(isinstance(size, int) for size in sizes):
+        raise ValueError(f"{name}={value!r} must be an integer or {dims} integers, one per axis")
+    if min(sizes) < least:
+        raise ValueError(f"{name}={value!r} must be at least {least} on every axis")
+    return sizes
+
+
+@dataclass(frozen=True)
+class ConvGeometry:
+    """A convolution's numbers, and the plan that makes an orthogonal kernel of them.
+
+    The kernel is ``matrix ∘ projectors``: an orthonormal matrix that spans ``reach`` taps, grown to
+    ``kernel_size`` by one rank ``frame_rank`` projector for every missing tap (see
+    ``trysquare.linalg.projectors``). The numbers are those of the convolution; a transposed layer
+    has the geometry of the convolution that it is the adjoint of.
+
+    Raises:
+        ValueError: if no orthogonal kernel has these numbers, or if the only ones have nothing to
+            learn.
+
+    >>> ConvGeometry(64, 128, (3, 3), (2, 2), (1, 1)).matrix_shape
+    (1, 128, 256)
+    """
+
+    in_channels: int
+    out_channels: int
+    kernel_size: Sizes
+    stride: Sizes
+    dilation: Sizes
+    groups: int = 1
+    parsimonious: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be orthogonal."""
+        self._check_channels()
+        if not (self.row_orthogonal or self.column_orthogonal):
+            raise ValueError(self._why_impossible())
+        if self.inner_channels == 1 and prod(self.reach) == 1 and max(self.kernel_size) > 1:
+            raise ValueError(
+                f"nothing to learn: with one channel a group (in_channels={self.in_channels}, "
+                f"out_channels={self.out_channels}, groups={self.groups}) the only orthogonal kernels of size "
+                f"{self.kernel_size} at stride={self.stride} are signed shifts; use at least 2 channels a group, or a "
+                f"channel multiplier (out_channels={2 * self.in_channels})"
+            )
+
+    def _check_channels(self) -> None:
+        channels = {"in_channels": self.in_channels, "out_channels": self.out_channels}
+        for name, count in (*channels.items(), ("groups", self.groups)):
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"{name}={count!r} must be a positive integer")
+        for name, count in channels.items():
+            if count % self.groups:
+                raise ValueError(f"{name}={count} must be divisible by groups={self.groups}")
+
+    def _why_impossible(self) -> str:
+        reach, shared = (
+            self._full_reach,
+            [gcd(s, d) for s, d in zip(self.stride, self.dilation, strict=True)],
+        )
+        m, n = self.group_in, self.group_out
+        per_group = " a group" if self.groups > 1 else ""
+        text = (
+            f"no orthogonal kernel exists: kernel_size={self.kernel_size} at stride={self.stride}, "
+            f"dilation={self.dilation} reads {m} x {prod(reach)} = {m * prod(reach)} independent inputs{per_group} "
+            f"for {n} outputs{per_group}"
+        )
+        ways = [f"lower out_channels to at most {m * prod(reach) * self.groups}"]
+        if any(q > 1 for q in shared):
+            ways.append(f"make dilation coprime to stride (they share {tuple(shared)} on the axes)")
+        elif any(k < s for k, s in zip(self.kernel_size, self.stride, strict=True)):
+            ways.append(f"raise kernel_size to at least the stride {self.stride}")
+        return f"{text}; {' or '.join(ways)}"
+
+    @property
+    def dims(self) -> int:
+        """Number of spatial axes."""
+        return len(self.kernel_size)
+
+    @property
+    def group_in(self) -> int:
+        """Input channels of a group."""
+        return self.in_channels // self.groups
+
+    @property
+    def group_out(self) -> int:
+        """Output channels of a group."""
+        return self.out_channels // self.groups
+
+    @property
+    def extent(self) -> Sizes:
+        """Positions from the first tap to the last, both included, on each axis."""
+        return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel_size, self.dilation, strict=True))
+
+    @property
+    def _full_reach(self) -> Sizes:
+        axes = zip(self.kernel_size, self.stride, self.dilation, strict=True)
+        return tuple(min(k, s // gcd(s, d)) for k, s, d in axes)
+
+    @property
+    def row_orthogonal(self) -> bool:
+        """Whether ``W Wᵀ = I`` is possible (and so is what is built)."""
+        return self.group_out <= self.group_in * prod(self._full_reach)
+
+    @property
+    def column_orthogonal(self) -> bool:
+        """Whether ``Wᵀ W = I`` is possible (and so is what is built)."""
+        axes = list(zip(self.kernel_size, self.stride, self.dilation, strict=True))
+        reachable = all(gcd(s, d) == 1 and k >= s for k, s, d in axes)
+        return reachable and self.group_out >= self.group_in * prod(self.stride)
+
+    @property
+    def square(self) -> bool:
+        """Whether the layer is a square matrix, hence invertible by its adjoint."""
+        return self.row_orthogonal and self.column_orthogonal
+
+    @property
+    def reach(self) -> Sizes:
+        """Taps on each axis that the orthonormal matrix spans."""
+        if self.parsimonious and self.group_out <= self.group_in:
+            return (1,) * self.dims
+        return self._full_reach
+
+    @property
+    def built_from_adjoint(self) -> bool:
+        """Whether the kernel is the transpose of a wide one: fewer products when there is no stride."""
+        return not self.row_orthogonal and prod(self.reach) == 1
+
+    @property
+    def inner_channels(self) -> int:
+        """Channels between the matrix and the projectors: the size of the projectors."""
+        if self.built_from_adjoint:
+            return self.group_out
+        return self.group_in if self.row_orthogonal else self.group_out // prod(self.stride)
+
+    @property
+    def frame_rank(self) -> int:
+        """Rank of the projectors."""
+        return self.inner_channels // 2
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        """Free tensor that becomes the orthonormal matrix: groups, rows, inner channels x taps."""
+        rows = self.group_in if self.built_from_adjoint else self.group_out
+        return self.groups, rows, self.inner_channels * prod(self.reach)
+
+    @property
+    def frame_axes(self) -> Sizes:
+        """Axis that each projector grows by one tap, alternating so that axes mix (the order of BCOP)."""
+        missing = [k - r for k, r in zip(self.kernel_size, self.reach, strict=True)]
+        rounds = zip_longest(*([axis] * count for axis, count in enumerate(missing)))
+        return tuple(axis for axis in chain.from_iterable(rounds) if axis is not None)
+
+    @property
+    def frames_shape(self) -> tuple[int, int, int, int] | None:
+        """Free tensor whose rows span the projectors, or ``None`` if the matrix is the whole kernel."""
+        if not self.frame_axes or self.frame_rank == 0:
+            return None
+        return len(self.frame_axes), self.groups, self.frame_rank, self.inner_channels
+
+    @property
+    def weight_shape(self) -> Sizes:
+        """Shape of the kernel in torch's layout, which serves the layer and its adjoint alike."""
+        return (self.out_channels, self.group_in, *self.kernel_size)
+
+    def pads(self, padding: str | int | Sequence[int], mode: str) -> Pads:
+        """Left and right padding of every axis, checked against ``mode``.
+
+        Args:
+            padding: ``"same"``, ``"valid"``, or torch's integers.
+            mode: ``"circular"`` or ``"zeros"``.
+
+        Raises:
+            ValueError: if the padding repeats positions in the output, or drops outputs that a
+                norm-preserving layer needs.
+
+        >>> ConvGeometry(4, 4, (3, 2), (1, 1), (1, 1)).pads("same", "circular")
+        ((1, 1), (0, 1))
+        """
+        if mode not in PADDING_MODES:
+            raise ValueError(
+                f"padding_mode={mode!r} repeats pixels, which amplifies them: no kernel makes it 1-Lipschitz; use "
+                "'circular' (orthogonal) or 'zeros' (1-Lipschitz)"
+                if mode in ("reflect", "replicate")
+                else f"padding_mode={mode!r} must be one of {', '.join(map(repr, PADDING_MODES))}"
+            )
+        pads = self._same_pads() if padding == "same" else self._given_pads(padding)
+        if mode == "circular":
+            self.check_circular(pads)
+        return pads
+
+    def _same_pads(self) -> Pads:
+        def axis(extent: int, stride: int) -> tuple[int, int]:
+            if stride == 1:
+                return (extent - 1) // 2, extent // 2
+            pad = max(0, -((stride - extent) // 2))
+            return pad, pad
+
+        return tuple(axis(e, s) for e, s in zip(self.extent, self.stride, strict=True))
+
+    def _given_pads(self, padding: str | int | Sequence[int]) -> Pads:
+        if padding == "valid":
+            return ((0, 0),) * self.dims
+        if isinstance(padding, str):
+            raise ValueError(
+                f"padding={padding!r} must be 'same', 'valid', an integer or {self.dims} integers"
+            )
+        return tuple((pad, pad) for pad in per_axis("padding", padding, self.dims, least=0))
+
+    def check_circular(self, pads: Pads) -> None:
+        """Refuse circular padding under which outputs repeat, or too few are left to preserve norms."""
+        for axis, ((left, right), extent, stride) in enumerate(
+            zip(pads, self.extent, self.stride, strict=True)
+        ):
+            total = left + right
+            if total >= extent:
+                raise ValueError(
+                    f"circular padding {(left, right)} on axis {axis} repeats outputs: a kernel that extends over "
+                    f"{extent} positions allows at most {extent - 1} in total; use padding='same'"
+                )
+            if total < extent - stride and not self.row_orthogonal:
+                raise ValueError(
+                    f"circular padding {(left, right)} on axis {axis} drops outputs, so {self.group_in} -> "
+                    f"{self.group_out} channels cannot preserve norms; it takes at least {extent - stride} in total: use "
+                    "padding='same'"
+                )
+
+    def check_circular_size(self, sizes: Iterable[int]) -> None:
+        """Refuse a feature map that the stride does not divide: its last window would overlap the first."""
+        sizes = tuple(sizes)
+        if any(size % stride for size, stride in zip(sizes, self.stride, strict=True)):
+            raise ValueError(
+                f"a circular map of size {sizes} is not divisible by stride={self.stride}, so windows overlap where it wraps "
+                "and the layer would amplify; pad or crop the input to a multiple, or use padding_mode='zeros'"
+            )

@@ -1,0 +1,105 @@
+"""What every layer with a parametrized weight shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from trysquare.linalg.precision import at_least_float32
+from trysquare.parametrizations import Parametrization
+
+
+class ParametrizedWeight(nn.Module):
+    """Mixin for torch layers whose ``weight`` is a function of free tensors.
+
+    The free tensors are ``layer.parametrizations.weight.original0`` and so on, as everywhere in
+    ``torch.nn.utils.parametrize``.
+    """
+
+    bias: Any
+    weight: Any
+    _cache: Any
+    parametrizations: Any
+
+    def _parametrize_weight(self, parametrization: Parametrization) -> None:
+        parametrization.attach(self, "weight")
+        self._cache = parametrization.cache
+
+    def _current_weight(self) -> Tensor:
+        """``self.weight``, without torch's detour over the parametrization where the cache has it."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self._cache.fresh():
+            return self.weight
+        return self._cache.weight
+
+    @property
+    def parametrization(self) -> Parametrization:
+        """The function that makes the weight."""
+        first = self.parametrizations["weight"][0]
+        assert isinstance(first, Parametrization)
+        return first
+
+    @property
+    def free_tensors(self) -> list[Tensor]:
+        """The tensors that an optimizer trains instead of the weight."""
+        return [
+            tensor
+            for name, tensor in self.parametrizations["weight"].named_parameters(recurse=False)
+        ]
+
+    def reset_parameters(self) -> None:
+        """Draw new free tensors and a new bias (uniform, as torch does)."""
+        if parametrize.is_parametrized(self, "weight"):
+            self.parametrization.redraw(self.free_tensors)
+        if self.bias is not None:
+            bound = prod(self.weight.shape[1:]) ** -0.5
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move and cast, but keep the free tensors in float32 or better: the weight is rounded, not what it is made from."""
+        if not parametrize.is_parametrized(self, "weight"):
+            return super()._apply(fn, recurse)
+        keep = {
+            id(t) for tensor in self.free_tensors for t in (tensor, tensor.grad) if t is not None
+        }
+
+        def cast(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if id(tensor) in keep and moved.dtype != at_least_float32(moved.dtype):
+                return tensor.to(moved.device)
+            return moved
+
+        return super()._apply(cast, recurse)
+
+    def as_torch(self) -> nn.Module:
+        """The same function in plain ``torch.nn`` layers, with the present weight."""
+        raise NotImplementedError
+
+    def _get_name(self) -> str:
+        return next(
+            c for c in type(self).__mro__ if not c.__name__.startswith("Parametrized")
+        ).__name__
+
+    def __repr__(self) -> str:
+        """One line: geometry and method."""
+        return f"{self._get_name()}({self.extra_repr()})"
+
+
+@torch.no_grad()
+def copy_weights(
+    plain: nn.Module, weight: Tensor, bias: Tensor | None, training: bool
+) -> nn.Module:
+    """Fill a plain layer made on the meta device with detached copies of the tensors."""
+    plain.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
+    if bias is not None:
+        plain.bias = nn.Parameter(bias.detach().clone())
+    return plain.train(training)
+
+
+def factory_of(weight: Tensor) -> dict[str, Any]:
+    """``device`` and ``dtype`` of a tensor, as keyword arguments."""
+    return {"device": weight.device, "dtype": weight.dtype}

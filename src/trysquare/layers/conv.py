@@ -1,0 +1,534 @@
+"""Orthogonal convolutions in one to three dimensions, and their adjoints.
+
+One implementation serves all six classes: torch stores the weight of a convolution as ``(out, in /
+g, *k)`` and of a transposed one as ``(in, out / g, *k)``, so the same tensor makes the second the
+adjoint of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trysquare.geometry import ConvGeometry, Pads, per_axis
+from trysquare.layers.base import ParametrizedWeight, copy_weights
+from trysquare.layers.wrapping import circular_fold, circular_pad
+from trysquare.linalg.orthogonalize import orthogonalizer as find_orthogonalizer
+from trysquare.parametrizations import METHODS
+
+Size = int | Sequence[int]
+
+_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+_PLAIN_CONV: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_PLAIN_CONV_TRANSPOSE: dict[int, Any] = {
+    1: nn.ConvTranspose1d,
+    2: nn.ConvTranspose2d,
+    3: nn.ConvTranspose3d,
+}
+_CIRCULAR_PAD: dict[int, Any] = {1: nn.CircularPad1d, 2: nn.CircularPad2d, 3: nn.CircularPad3d}
+_ZERO_PAD: dict[int, Any] = {1: nn.ZeroPad1d, 2: nn.ZeroPad2d, 3: nn.ZeroPad3d}
+
+
+def _flat(pads: Pads) -> list[int]:
+    """Torch's order: last axis first, left before right."""
+    return [amount for pad in reversed(pads) for amount in pad]
+
+
+def _symmetric(pads: Pads) -> bool:
+    return all(left == right for left, right in pads)
+
+
+def _parametrization(
+    method: str, geometry: ConvGeometry, orthogonalizer: str, weight: Tensor
+) -> Any:
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} must be one of {', '.join(map(repr, METHODS))}")
+    return METHODS[method](geometry, orthogonalizer, device=weight.device, dtype=weight.dtype)
+
+
+class _OrthogonalConvolution(ParametrizedWeight):
+    """Common to plain and transposed layers: the geometry of the convolution, and the way to the adjoint."""
+
+    dims: ClassVar[int]
+    geometry: ConvGeometry
+    method: str
+    orthogonalizer: str
+    # Declared by torch's classes, of which this is a mixin.
+    weight: Any
+    in_channels: Any
+    out_channels: Any
+    kernel_size: Any
+    stride: Any
+    dilation: Any
+    groups: Any
+    padding: Any
+    padding_mode: Any
+    _pads: Pads
+    _padding_argument: str | Size
+
+    def _numbers(
+        self, kernel_size: Size, stride: Size, dilation: Size
+    ) -> tuple[tuple[int, ...], ...]:
+        named = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
+        return tuple(per_axis(name, value, self.dims) for name, value in named.items())
+
+    def _options(self) -> dict[str, Any]:
+        """Arguments that a layer and its adjoint have in common."""
+        return {
+            "kernel_size": self.geometry.kernel_size,
+            "stride": self.geometry.stride,
+            "dilation": self.geometry.dilation,
+            "groups": self.groups,
+            "padding_mode": self.padding_mode,
+            "method": self.method,
+            "orthogonalizer": self.orthogonalizer,
+            "parsimonious": self.geometry.parsimonious,
+        }
+
+    def _share_weight(self, twin: _OrthogonalConvolution) -> Any:
+        twin._cache = self._cache
+        twin.parametrizations["weight"] = self.parametrizations["weight"]  # type: ignore[index,operator]
+        return twin.train(self.training)
+
+    @property
+    def _keeps_all_outputs(self) -> bool:
+        axes = zip(self._pads, self.geometry.extent, self.geometry.stride, strict=True)
+        return self.padding_mode == "circular" and all(
+            sum(pad) >= extent - stride for pad, extent, stride in axes
+        )
+
+    def adjoint(self) -> Any:
+        """The transposed layer, without bias, that shares the free tensors of this one."""
+        raise NotImplementedError
+
+    def inverse(self) -> nn.Module:
+        """The exact inverse: the bias is taken off, then the adjoint is applied. Shares all parameters with this layer.
+
+        Raises:
+            ValueError: if the layer is not square (it does not map to as many numbers as it reads).
+        """
+        geometry = self.geometry
+        if not geometry.square:
+            raise ValueError(
+                f"only a square layer has an inverse: {geometry.group_in} channels a group at stride={geometry.stride} would need "
+                f"{geometry.group_in * prod(geometry.stride)} on the other side, not {geometry.group_out}; .adjoint() is a one-sided inverse"
+            )
+        if not self._keeps_all_outputs:
+            raise ValueError(
+                f"padding_mode={self.padding_mode!r} with padding={self.padding!r} loses what falls past the border, so there is no "
+                "inverse; use padding='same', padding_mode='circular'"
+            )
+        return self.adjoint() if self.bias is None else AffineInverse(self.adjoint(), self.bias)  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        """Torch's line, and ours."""
+        mode = (
+            ""
+            if "padding_mode" in super().extra_repr() or self.padding_mode == "zeros"
+            else f", padding_mode={self.padding_mode}"
+        )
+        variant = ", parsimonious=True" if self.geometry.parsimonious else ""
+        return f"{super().extra_repr()}{mode}, method={self.method}, orthogonalizer={self.orthogonalizer}{variant}"
+
+
+class AffineInverse(nn.Module):
+    """``y ↦ adjoint(y - bias)``: undoes ``x ↦ W x + bias`` for a square orthogonal ``W``."""
+
+    def __init__(self, adjoint: _OrthogonalConvolution, bias: nn.Parameter) -> None:
+        super().__init__()
+        self.adjoint = adjoint
+        self.bias = bias
+
+    def forward(self, y: Tensor) -> Tensor:
+        """Take off the bias, then apply the adjoint."""
+        return self.adjoint(y - self.bias.view(-1, *(1,) * self.adjoint.dims))  # type: ignore[no-any-return]
+
+
+class _Convolution(_OrthogonalConvolution):
+    """Constructor and forward pass of ``OrthoConv1d``, ``2d`` and ``3d``."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: str | Size = "same",
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "circular",
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        method: str = "aoc",
+        orthogonalizer: str = "cholesky",
+        parsimonious: bool = False,
+    ) -> None:
+        kernel_size, stride, dilation = self._numbers(kernel_size, stride, dilation)
+        find_orthogonalizer(orthogonalizer)
+        geometry = ConvGeometry(
+            in_channels, out_channels, kernel_size, stride, dilation, groups, parsimonious
+        )
+        pads = geometry.pads(padding, padding_mode)
+        super().__init__(  # type: ignore[call-arg]
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            0,
+            dilation,
+            groups,
+            bias,
+            padding_mode,
+            device,
+            dtype,
+        )
+        self.geometry, self.method, self.orthogonalizer = geometry, method, orthogonalizer
+        self._pads, self._padding_argument = pads, padding
+        self._flat_pads, self._widest = _flat(pads), tuple(map(max, pads))
+        self._needs_padding = any(self._widest)
+        self.padding = tuple(left for left, _ in pads) if _symmetric(pads) else "same"
+        self._parametrize_weight(_parametrization(method, geometry, orthogonalizer, self.weight))
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Convolve, as ``nn.Conv*d`` does.
+
+        Raises:
+            ValueError: if the padding is circular and the stride does not divide the size of the
+                input.
+        """
+        if self.padding_mode == "circular":
+            return self._convolve(self._extended(input), 0)
+        if isinstance(self.padding, tuple):
+            return self._convolve(input, self.padding)
+        return self._convolve(F.pad(input, self._flat_pads), 0)
+
+    def _extended(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Circular padding; kept short, because an eval pass must cost what torch's own does."""
+        torch_can = True
+        for size, stride, widest in zip(input.shape[-self.dims :], self.stride, self._widest, strict=True):
+            if size % stride:
+                self.geometry.check_circular_size(input.shape[-self.dims :])
+            torch_can = torch_can and widest <= size
+        if not torch_can:
+            return circular_pad(input, self._pads)
+        return F.pad(input, self._flat_pads, mode="circular") if self._needs_padding else input
+
+    def _convolve(self, padded: Tensor, padding: Any) -> Tensor:
+        return _CONV[self.dims](
+            padded, self._current_weight(), self.bias, self.stride, padding, self.dilation, self.groups
+        )  # type: ignore[arg-type]
+
+    def adjoint(self) -> Any:
+        """The transposed layer, without bias, that shares the free tensors of this one.
+
+        >>> down = OrthoConv2d(4, 16, 4, stride=2)
+        >>> x = torch.randn(1, 4, 8, 8)
+        >>> bool(torch.allclose(down.adjoint()(down(x) - down.bias.view(-1, 1, 1)), x, atol=1e-5))
+        True
+        """
+        twin = _TRANSPOSED[self.dims](
+            self.out_channels,
+            self.in_channels,
+            padding=self._padding_argument,
+            bias=False,
+            device="meta",
+            **self._options(),
+        )
+        return self._share_weight(twin)
+
+    def as_torch(self) -> nn.Module:
+        """A plain ``nn.Conv*d``, after a padding layer where torch has no argument for the padding."""
+        uniform = (
+            self.padding == "same" and set(self.stride) == {1} and self.padding_mode == "circular"
+        )
+        padding: Any = self.padding if isinstance(self.padding, tuple) or uniform else 0
+        plain = _PLAIN_CONV[self.dims](
+            self.in_channels, self.out_channels, self.kernel_size, self.stride, padding, self.dilation, self.groups,
+            self.bias is not None, self.padding_mode, device="meta",
+        )  # fmt: skip
+        copy_weights(plain, self.weight, self.bias, self.training)
+        if isinstance(self.padding, tuple) or uniform:
+            return plain  # type: ignore[no-any-return]
+        pad = _CIRCULAR_PAD if self.padding_mode == "circular" else _ZERO_PAD
+        return nn.Sequential(pad[self.dims](tuple(_flat(self._pads))), plain)
+
+
+class _TransposedConvolution(_OrthogonalConvolution):
+    """Constructor and forward pass of ``OrthoConvTranspose1d``, ``2d`` and ``3d``."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: str | Size = "same",
+        output_padding: Size = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: Size = 1,
+        padding_mode: str = "circular",
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        method: str = "aoc",
+        orthogonalizer: str = "cholesky",
+        parsimonious: bool = False,
+    ) -> None:
+        kernel_size, stride, dilation = self._numbers(kernel_size, stride, dilation)
+        find_orthogonalizer(orthogonalizer)
+        geometry = ConvGeometry(
+            out_channels, in_channels, kernel_size, stride, dilation, groups, parsimonious
+        )
+        output_padding = per_axis("output_padding", output_padding, self.dims, least=0)
+        pads = self._crops(geometry, padding, output_padding, padding_mode)
+        super().__init__(  # type: ignore[call-arg]
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            0,
+            0,
+            groups,
+            bias,
+            dilation,
+            "zeros",
+            device,
+            dtype,
+        )
+        self.geometry, self.method, self.orthogonalizer = geometry, method, orthogonalizer
+        self._pads, self._padding_argument, self.padding_mode = pads, padding, padding_mode
+        self.padding = tuple(left for left, _ in pads)
+        self.output_padding = tuple(left - right for left, right in pads)
+        self._parametrize_weight(_parametrization(method, geometry, orthogonalizer, self.weight))
+
+    @staticmethod
+    def _crops(
+        geometry: ConvGeometry, padding: str | Size, output_padding: tuple[int, ...], mode: str
+    ) -> Pads:
+        """What to cut off both ends of the full transposed convolution, or to wrap around."""
+        pads = geometry.pads(padding, mode)
+        if padding == "same":
+            if any(output_padding):
+                raise ValueError(
+                    f"output_padding={output_padding} has no effect with padding='same', whose output is input x stride"
+                )
+            axes = zip(pads, geometry.extent, geometry.stride, strict=True)
+            return tuple((left, extent - stride - left) for (left, _), extent, stride in axes)
+        limits = [max(s, d) for s, d in zip(geometry.stride, geometry.dilation, strict=True)]
+        if any(extra >= limit for extra, limit in zip(output_padding, limits, strict=True)):
+            raise ValueError(
+                f"output_padding={output_padding} must be smaller than stride or dilation, {tuple(limits)}"
+            )
+        crops = tuple(
+            (left, right - extra) for (left, right), extra in zip(pads, output_padding, strict=True)
+        )
+        if mode == "circular":
+            geometry.check_circular(crops)
+        return crops
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:  # noqa: A002
+        """Apply the adjoint of the convolution, as ``nn.ConvTranspose*d`` does.
+
+        Args:
+            input: ``(batch, in_channels, *sizes)``.
+            output_size: wanted spatial sizes; with circular padding only ``sizes * stride`` is
+                possible.
+        """
+        sizes = input.shape[-self.dims :]
+        pads = self._pads if output_size is None else self._crops_for(sizes, output_size)
+        if self.padding_mode == "circular":
+            return self._wrapped(
+                input, tuple(size * stride for size, stride in zip(sizes, self.stride, strict=True))
+            )
+        padding, extra, rest = self._native_crop(pads)
+        output = self._transpose(input, self.bias, padding, extra)
+        return F.pad(output, _flat(rest)) if any(map(any, rest)) else output
+
+    def _native_crop(self, crops: Pads) -> tuple[tuple[int, ...], tuple[int, ...], Pads]:
+        """Torch's ``padding`` and ``output_padding`` for the crops, and what is left for a negative padding to cut off."""
+        starts, ends = zip(*crops, strict=True)
+        padding = tuple(
+            min(start, end + s - 1) for start, end, s in zip(starts, ends, self.stride, strict=True)
+        )
+        extra = tuple(max(0, pad - end) for pad, end in zip(padding, ends, strict=True))
+        rest = tuple(
+            (p - start, p - e - end)
+            for p, e, start, end in zip(padding, extra, starts, ends, strict=True)
+        )
+        return padding, extra, rest
+
+    def _wrapped(self, input: Tensor, sizes: tuple[int, ...]) -> Tensor:  # noqa: A002
+        full = self._transpose(input, None, 0, 0)
+        output = circular_fold(full, tuple(left for left, _ in self._pads), sizes)
+        return output if self.bias is None else output + self.bias.view(-1, *(1,) * self.dims)
+
+    def _transpose(
+        self, input: Tensor, bias: Tensor | None, padding: Any, output_padding: Any
+    ) -> Tensor:
+        convolve = _CONV_TRANSPOSE[self.dims]
+        return convolve(
+            input,
+            self._current_weight(),
+            bias,
+            self.stride,
+            padding,
+            output_padding,
+            self.groups,
+            self.dilation,
+        )  # type: ignore[operator]
+
+    def _crops_for(self, sizes: Sequence[int], output_size: Sequence[int]) -> Pads:
+        """Crops that give ``output_size``, if there are any."""
+        wanted = tuple(output_size)[-self.dims :]
+        full = [
+            (size - 1) * s + e
+            for size, s, e in zip(sizes, self.stride, self.geometry.extent, strict=True)
+        ]
+        crops = tuple(
+            (left, f - left - want)
+            for (left, _), f, want in zip(self._pads, full, wanted, strict=True)
+        )
+        fits = [
+            abs(new - old) < s
+            for (_, new), (_, old), s in zip(crops, self._pads, self.stride, strict=True)
+        ]
+        if self.padding_mode == "circular":
+            fits = [
+                want == size * s for want, size, s in zip(wanted, sizes, self.stride, strict=True)
+            ]
+        if not all(fits):
+            raise ValueError(
+                f"output_size={wanted} cannot be made from an input of size {tuple(sizes)} at stride={self.stride}"
+            )
+        return crops
+
+    def adjoint(self) -> Any:
+        """The convolution, without bias, that this layer is the adjoint of; shares the free tensors."""
+        twin = _CONVOLUTION[self.dims](
+            self.out_channels,
+            self.in_channels,
+            padding=self._padding_argument,
+            bias=False,
+            device="meta",
+            **self._options(),
+        )
+        return self._share_weight(twin)
+
+    def as_torch(self) -> nn.Module:
+        """Plain torch layers: the input is extended periodically, so that cropping the result leaves what wraps around."""
+        if self.padding_mode == "zeros":
+            return self._cropped(self._pads)
+        axes = list(zip(self._pads, self.geometry.extent, self.geometry.stride, strict=True))
+        reach = [-(-max(extent - 1 - left, left) // stride) for (left, _), extent, stride in axes]
+        crops = tuple(
+            (left + r * stride, r * stride + extent - stride - left)
+            for ((left, _), extent, stride), r in zip(axes, reach, strict=True)
+        )
+        pad = _CIRCULAR_PAD[self.dims](tuple(_flat(tuple((r, r) for r in reach))))
+        return nn.Sequential(pad, self._cropped(crops))
+
+    def _cropped(self, crops: Pads) -> nn.Module:
+        """``nn.ConvTranspose*d`` with ``crops`` cut off its full output."""
+        padding, extra, rest = self._native_crop(crops)
+        plain = _PLAIN_CONV_TRANSPOSE[self.dims](
+            self.in_channels, self.out_channels, self.kernel_size, self.stride, padding, extra, self.groups,
+            self.bias is not None, self.dilation, device="meta",
+        )  # fmt: skip
+        copy_weights(plain, self.weight, self.bias, self.training)
+        return (
+            nn.Sequential(plain, _ZERO_PAD[self.dims](tuple(_flat(rest))))
+            if any(map(any, rest))
+            else plain
+        )
+
+
+class OrthoConv1d(_Convolution, nn.Conv1d):
+    """Orthogonal ``nn.Conv1d``; see ``OrthoConv2d``."""
+
+    dims = 1
+
+
+class OrthoConv2d(_Convolution, nn.Conv2d):
+    """An ``nn.Conv2d`` that is an orthogonal matrix: rows orthonormal if it maps to fewer numbers, columns if to more.
+
+    Arguments are torch's, integers or one for each axis. With the defaults all singular values are
+    1, for every kernel size, stride, dilation and number of groups for which that is possible; what
+    is not possible raises ``ValueError`` with the reason.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        kernel_size: size of the kernel.
+        stride: stride; must divide the input if the padding is circular.
+        padding: ``"same"`` (output size is input size / stride), ``"valid"`` or integers.
+        dilation: spacing of the taps.
+        groups: number of independent groups of channels.
+        bias: whether to add a learnable bias.
+        padding_mode: ``"circular"`` (orthogonal) or ``"zeros"`` (1-Lipschitz, orthogonal away from
+            the border).
+        device: device of the parameters.
+        dtype: dtype of the weight; free tensors are kept in float32 or float64.
+        method: how the kernel is parametrized, one of ``trysquare.METHODS``.
+        orthogonalizer: how matrices are made orthonormal, one of
+            ``trysquare.linalg.ORTHOGONALIZERS``.
+        parsimonious: with a stride and no more outputs than inputs, use the paper's cheaper and
+            less expressive kernel.
+
+    Raises:
+        ValueError: if no orthogonal layer has these numbers, naming them and a way out.
+
+    >>> down = OrthoConv2d(64, 128, 3, stride=2)
+    >>> down(torch.randn(1, 64, 32, 32)).shape
+    torch.Size([1, 128, 16, 16])
+    """
+
+    dims = 2
+
+
+class OrthoConv3d(_Convolution, nn.Conv3d):
+    """Orthogonal ``nn.Conv3d``; see ``OrthoConv2d``."""
+
+    dims = 3
+
+
+class OrthoConvTranspose1d(_TransposedConvolution, nn.ConvTranspose1d):
+    """Orthogonal ``nn.ConvTranspose1d``; see ``OrthoConvTranspose2d``."""
+
+    dims = 1
+
+
+class OrthoConvTranspose2d(_TransposedConvolution, nn.ConvTranspose2d):
+    """An ``nn.ConvTranspose2d`` that is the exact adjoint of an ``OrthoConv2d`` with the same numbers and channels swapped.
+
+    Arguments are torch's, in torch's order, and otherwise those of ``OrthoConv2d``. Circular
+    padding, which torch's own transposed layers refuse, wraps around what falls past the border;
+    the output is then ``input size x stride``.
+
+    >>> up = OrthoConvTranspose2d(128, 64, 3, stride=2)
+    >>> up(torch.randn(1, 128, 16, 16)).shape
+    torch.Size([1, 64, 32, 32])
+    """
+
+    dims = 2
+
+
+class OrthoConvTranspose3d(_TransposedConvolution, nn.ConvTranspose3d):
+    """Orthogonal ``nn.ConvTranspose3d``; see ``OrthoConvTranspose2d``."""
+
+    dims = 3
+
+
+_CONVOLUTION: dict[int, Any] = {1: OrthoConv1d, 2: OrthoConv2d, 3: OrthoConv3d}
+_TRANSPOSED: dict[int, Any] = {
+    1: OrthoConvTranspose1d,
+    2: OrthoConvTranspose2d,
+    3: OrthoConvTranspose3d,
+}

@@ -1,0 +1,125 @@
+"""Algebra of convolution kernels in torch's layout ``(c_out, c_in / groups, *k)``, for any number of axes."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trysquare.linalg.precision import full_precision
+
+_FULL_CONVOLUTION = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def compose(after: Tensor, before: Tensor, groups: int = 1, *, dims: int | None = None) -> Tensor:
+    """Kernel of the convolution that applies ``before``, then ``after`` (the paper's block convolution).
+
+    If ``after`` is applied with a stride, so is the result; ``before`` has none. The operation is
+    bilinear, associative and not commutative, and differentiable in both arguments.
+
+    Args:
+        after: ``(*batch, c_out, c_mid / groups, *k)``.
+        before: ``(*batch, c_mid, c_in / groups, *l)``, with as many kernel axes as ``after``.
+        groups: number of groups that both convolutions have.
+        dims: number of kernel axes; all but the first two axes unless given, so give it if there is
+            a batch.
+
+    Returns:
+        ``(*batch, c_out, c_in / groups, *(k + l - 1))``.
+
+    Raises:
+        ValueError: if the shapes do not fit each other.
+
+    >>> compose(torch.ones(8, 4, 3, 3), torch.ones(4, 2, 2, 2)).shape
+    torch.Size([8, 2, 4, 4])
+    """
+    dims = after.ndim - 2 if dims is None else dims
+    _check_composable(after, before, groups, dims)
+    batch, (c_out, group_mid), k = (
+        after.shape[: -dims - 2],
+        after.shape[-dims - 2 : after.ndim - dims],
+        _taps(after, dims),
+    )
+    (c_mid, group_in), size = before.shape[-dims - 2 : before.ndim - dims], _taps(before, dims)
+    blocks = batch.numel() * groups
+    with full_precision(after):
+        composed = _compose_blocks(
+            after.reshape(blocks, c_out // groups, group_mid, *k),
+            before.reshape(blocks, c_mid // groups, group_in, *size),
+        )
+    return composed.reshape(*batch, c_out, group_in, *composed.shape[3:])
+
+
+def _taps(kernel: Tensor, dims: int) -> torch.Size:
+    return kernel.shape[kernel.ndim - dims :]
+
+
+def _check_composable(after: Tensor, before: Tensor, groups: int, dims: int) -> None:
+    shapes = f"after {tuple(after.shape)}, before {tuple(before.shape)}, groups={groups}, {dims} kernel axes"
+    if after.ndim != before.ndim or dims < 0 or after.ndim < dims + 2:
+        raise ValueError(
+            f"kernels must have the same number of axes, at least {dims} + 2: {shapes}"
+        )
+    if after.shape[: -dims - 2] != before.shape[: -dims - 2]:
+        raise ValueError(f"batch axes differ: {shapes}")
+    c_out, group_mid = after.shape[-dims - 2 : after.ndim - dims]
+    c_mid = before.shape[-dims - 2]
+    if groups < 1 or c_out % groups or c_mid % groups or group_mid * groups != c_mid:
+        raise ValueError(
+            f"`before` makes {c_mid} channels, `after` reads {group_mid} in each of {groups} groups: {shapes}; they must agree"
+        )
+
+
+def _compose_blocks(after: Tensor, before: Tensor) -> Tensor:
+    """``(b, n, c, *k)`` and ``(b, c, m, *l)`` to ``(b, n, m, *(k + l - 1))``.
+
+    Up to three axes torch's full convolution does it in one call: measured 1 to 3 times as fast as
+    products of taps (``benchmarks/compose.py``). More axes go tap by tap along the first.
+    """
+    blocks, n, c, *k = after.shape
+    if not k:
+        return torch.bmm(after, before)
+    if len(k) > len(_FULL_CONVOLUTION):
+        return _compose_along_first_axis(after, before)
+    full = _FULL_CONVOLUTION[len(k)](
+        before.flatten(0, 1).transpose(0, 1),
+        after.transpose(1, 2).reshape(blocks * c, n, *k),
+        groups=blocks,
+    )
+    return full.unflatten(1, (blocks, n)).movedim(0, 2)  # from (m, b * n, *taps)
+
+
+def _compose_along_first_axis(after: Tensor, before: Tensor) -> Tensor:
+    k, size = after.shape[3], before.shape[3]
+    taps: list[Tensor | None] = [None] * (k + size - 1)
+    for i, j in product(range(k), range(size)):
+        tap = _compose_blocks(after.select(3, i), before.select(3, j))
+        held = taps[i + j]
+        taps[i + j] = tap if held is None else held + tap
+    return torch.stack([tap for tap in taps if tap is not None], dim=3)
+
+
+def adjoint(kernel: Tensor, groups: int = 1) -> Tensor:
+    """Kernel of the transposed convolution (stride 1): channels swapped within each group, taps reversed.
+
+    Args:
+        kernel: ``(c_out, c_in / groups, *k)``.
+        groups: number of groups.
+
+    Returns:
+        ``(c_in, c_out / groups, *k)``.
+
+    >>> adjoint(torch.ones(8, 3, 5)).shape
+    torch.Size([3, 8, 5])
+    """
+    if groups < 1 or kernel.shape[0] % groups:
+        raise ValueError(f"{kernel.shape[0]} output channels cannot be split into groups={groups}")
+    swapped = kernel.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+    return swapped.flip(tuple(range(2, kernel.ndim)))
+
+
+def identity(channels: int, dims: int, like: Tensor) -> Tensor:
+    """The one-tap kernel ``(channels, channels, 1, ...)`` that changes nothing, with the dtype and device of ``like``."""
+    return torch.eye(channels, dtype=like.dtype, device=like.device)[(..., *(None,) * dims)]

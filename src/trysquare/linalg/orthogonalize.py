@@ -1,0 +1,242 @@
+"""Orthonormal matrices from free ones: six ways, each with the domain on which it is exact.
+
+Every function takes ``(..., n, m)`` in float32 or float64 and returns the same shape with
+orthonormal rows if ``n <= m``, orthonormal columns otherwise. None returns a matrix that is not
+orthonormal: what an iteration or a formula could not reach raises ``ArithmeticError`` (on the CPU
+at once; on an accelerator as a device-side assertion, so that nothing stalls).
+
+================= ============================= ============================ ==================================
+name              result                        exact for                    reaches
+================= ============================= ============================ ==================================
+``cholesky``      Gram-Schmidt                  every matrix                 every orthonormal matrix
+``qr``            Gram-Schmidt                  every matrix                 every orthonormal matrix
+``newton_schulz`` nearest orthonormal (polar)   condition up to 1e6 / 1e10   every orthonormal matrix
+``bjorck``        nearest orthonormal (polar)   condition up to 1e6 / 1e10   every orthonormal matrix
+``cayley``        Cayley transform              entries up to 10 / 1e4       rotations without the angle pi
+``exponential``   exponential of a skew matrix  entries up to 10 / 1e4       rotations (determinant 1 if square)
+================= ============================= ============================ ==================================
+
+The two limits are those of float32 and float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trysquare.linalg.orthonormal import orthonormal_rows
+from trysquare.linalg.precision import full_precision, host_can_look
+
+_BJORCK_STEPS = {torch.float32: 50, torch.float64: 80}
+# Weakest singular value, relative to the bound that the matrix is divided by, that the Newton
+# schedule still carries to 1.
+_NEWTON_FLOOR = {torch.float32: 1e-8, torch.float64: 1e-12}
+# The best scaling, sqrt(3), sends the largest singular value to 0, where rounding would turn it:
+# stay clear of that.
+_NEWTON_MAX_SCALE = 1.7
+
+
+def on_rows(rows_only: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Extend a function of wide matrices to tall ones by transposition, out of reach of autocast, and check its result."""
+
+    @wraps(rows_only)
+    def orthogonalize(matrix: Tensor) -> Tensor:
+        if matrix.ndim < 2:
+            raise ValueError(f"a matrix has two axes, got shape {tuple(matrix.shape)}")
+        with full_precision(matrix):
+            if matrix.shape[-2] > matrix.shape[-1]:
+                return rows_only(matrix.mT).mT
+            return rows_only(matrix)
+
+    return orthogonalize
+
+
+def _checked(basis: Tensor, name: str, domain: str) -> Tensor:
+    """``basis`` if its rows are orthonormal to a hundred times the rounding of the dtype; an error otherwise."""
+    with torch.no_grad():
+        gram = torch.matmul(basis, basis.mT)
+        gram.diagonal(dim1=-2, dim2=-1).sub_(1)
+        missed = torch.linalg.matrix_norm(gram).amax() / basis.shape[-2] ** 0.5
+        fine = missed < 32 * torch.finfo(basis.dtype).eps
+        if not host_can_look(basis):
+            torch._assert_async(fine, f"{name} did not reach an orthonormal matrix: {domain}")
+        elif not bool(fine):
+            raise ArithmeticError(
+                f"{name} reached rows that are orthonormal only to {float(missed):.1e}: {domain}; re-initialise the free matrix, or use "
+                "orthogonalizer='cholesky', which is exact for every matrix"
+            )
+    return basis
+
+
+def _polished(basis: Tensor) -> Tensor:
+    """One Newton-Schulz step: squares what rounding left of the distance to an orthonormal matrix."""
+    return 1.5 * basis - 0.5 * torch.matmul(torch.matmul(basis, basis.mT), basis)
+
+
+_ENTRIES = "its domain is free matrices with entries up to about 10 (float32) or 1e4 (float64)"
+_CONDITION = "its domain is full rank with condition number up to 1e6 (float32) or 1e10 (float64)"
+
+
+@on_rows
+def cholesky(matrix: Tensor) -> Tensor:
+    """Gram-Schmidt by Cholesky factors; exact for every matrix, and the cheapest."""
+    return orthonormal_rows(matrix)
+
+
+@on_rows
+def qr(matrix: Tensor) -> Tensor:
+    """Gram-Schmidt by Householder reflections; exact for every matrix. Equals ``cholesky`` where both have full rank."""
+    return orthonormal_rows(matrix, householder=True)
+
+
+class _Polar(torch.autograd.Function):
+    """``Q`` of ``W = H Q`` by the given iteration; the gradient solves a Lyapunov equation, whatever the iteration was."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, iterate: Callable[[Tensor], Tensor]) -> Tensor:
+        largest = matrix.abs().amax((-2, -1), keepdim=True)
+        unit = matrix / torch.where(largest > 0, largest, 1.0)
+        gram = torch.matmul(unit, unit.mT)
+        bound = torch.minimum(torch.linalg.matrix_norm(gram), gram.abs().sum(-1).amax(-1)).sqrt()[
+            ..., None, None
+        ]
+        basis = iterate(unit / torch.where(bound > 0, bound, 1.0))
+        ctx.save_for_backward(torch.matmul(matrix, basis.mT), basis)
+        return basis
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        stretch, basis = ctx.saved_tensors
+        with full_precision(grad):
+            values, vectors = torch.linalg.eigh((stretch + stretch.mT) / 2)
+            tangent = torch.matmul(grad, basis.mT)
+            skew = torch.matmul(vectors.mT, torch.matmul(tangent - tangent.mT, vectors))
+            skew = skew / (values.unsqueeze(-1) + values.unsqueeze(-2))
+            normal = torch.matmul(
+                vectors.mT, grad - torch.matmul(tangent, basis)
+            ) / values.unsqueeze(-1)
+            return torch.matmul(
+                vectors, torch.matmul(skew, torch.matmul(vectors.mT, basis)) + normal
+            ), None
+
+
+def _bjorck_steps(basis: Tensor) -> Tensor:
+    settled = 4 * torch.finfo(basis.dtype).eps * basis.shape[-2]
+    for _ in range(_BJORCK_STEPS[basis.dtype]):
+        gram = torch.matmul(basis, basis.mT)
+        basis = 1.5 * basis - 0.5 * torch.matmul(gram, basis)
+        if host_can_look(basis) and bool(
+            (basis.shape[-2] - gram.diagonal(dim1=-2, dim2=-1).sum(-1)).amax() < settled
+        ):
+            break
+    return basis
+
+
+def _newton_steps(basis: Tensor) -> Tensor:
+    """Newton-Schulz with the scaling that is best for singular values in ``[low, 1]``: a known number of steps."""
+    low = _NEWTON_FLOOR[basis.dtype]
+    while low < 1 - 1e-3 * torch.finfo(basis.dtype).eps ** 0.5:
+        scale = min((3 / (1 + low + low * low)) ** 0.5, _NEWTON_MAX_SCALE)
+        basis = 1.5 * scale * basis - 0.5 * scale**3 * torch.matmul(
+            torch.matmul(basis, basis.mT), basis
+        )
+        low = min(0.5 * scale * x * (3 - scale**2 * x * x) for x in (low, 1.0))
+    return _polished(_polished(basis))
+
+
+@on_rows
+def bjorck(matrix: Tensor) -> Tensor:
+    """Nearest orthonormal matrix by Björck and Bowie's iteration, run until it has converged."""
+    basis: Tensor = _Polar.apply(matrix, _bjorck_steps)
+    return _checked(basis, "bjorck", _CONDITION)
+
+
+@on_rows
+def newton_schulz(matrix: Tensor) -> Tensor:
+    """Nearest orthonormal matrix by Newton-Schulz steps with optimal scaling."""
+    basis: Tensor = _Polar.apply(matrix, _newton_steps)
+    return _checked(basis, "newton_schulz", _CONDITION)
+
+
+@on_rows
+def cayley(matrix: Tensor) -> Tensor:
+    """Cayley transform of ``U - Uᵀ + VᵀV`` for the blocks ``[U, V]ᵀ`` of the tall matrix."""
+    n = matrix.shape[-2]
+    upper, lower = matrix[..., :n].mT, matrix[..., n:].mT
+    skew = upper - upper.mT + torch.matmul(lower.mT, lower)
+    eye = torch.eye(n, dtype=matrix.dtype, device=matrix.device)
+    both = torch.cat([eye - skew, -2 * lower], dim=-2)
+    basis = torch.linalg.solve_ex(eye + skew, both, left=False).result.mT
+    return _checked(_polished(basis), "cayley", _ENTRIES)
+
+
+@on_rows
+def exponential(matrix: Tensor) -> Tensor:
+    """First rows of the exponential of the skew matrix whose first rows the free matrix gives."""
+    n, m = matrix.shape[-2:]
+    square = torch.cat([matrix, matrix.new_zeros(*matrix.shape[:-2], m - n, m)], dim=-2)
+    basis = torch.linalg.matrix_exp(square - square.mT)[..., :n, :]
+    return _checked(_polished(basis), "exponential", _ENTRIES)
+
+
+def _unchanged(basis: Tensor) -> Tensor:
+    return basis
+
+
+def _cayley_inverse(basis: Tensor) -> Tensor:
+    if basis.shape[-2] > basis.shape[-1]:
+        return _cayley_inverse(basis.mT).mT
+    n = basis.shape[-2]
+    upper, lower = basis[..., :n].mT, basis[..., n:].mT
+    eye = torch.eye(n, dtype=basis.dtype, device=basis.device)
+    skew = torch.linalg.solve(eye + upper, eye - upper)
+    lower = -0.5 * torch.matmul(lower, eye + skew)
+    upper = 0.5 * (skew - torch.matmul(lower.mT, lower))
+    return torch.cat([upper, lower], dim=-2).mT
+
+
+@dataclass(frozen=True)
+class Orthogonalizer:
+    """A way to an orthonormal matrix, and the way back if there is a closed form for it.
+
+    Attributes:
+        apply: free matrix to orthonormal matrix.
+        inverse: orthonormal matrix to a free matrix that ``apply`` maps to it, or ``None``.
+        keeps_orthonormal: whether an orthonormal free matrix is the natural start; a small normal
+            one otherwise.
+    """
+
+    apply: Callable[[Tensor], Tensor]
+    inverse: Callable[[Tensor], Tensor] | None = _unchanged
+    keeps_orthonormal: bool = True
+
+
+ORTHOGONALIZERS = {
+    "cholesky": Orthogonalizer(cholesky),
+    "qr": Orthogonalizer(qr),
+    "newton_schulz": Orthogonalizer(newton_schulz),
+    "bjorck": Orthogonalizer(bjorck),
+    "cayley": Orthogonalizer(cayley, _cayley_inverse, keeps_orthonormal=False),
+    "exponential": Orthogonalizer(exponential, None, keeps_orthonormal=False),
+}
+
+
+def orthogonalizer(name: str) -> Orthogonalizer:
+    """Look up an orthogonalizer by name.
+
+    Raises:
+        ValueError: if there is none of that name.
+    """
+    try:
+        return ORTHOGONALIZERS[name]
+    except KeyError:
+        raise ValueError(
+            f"orthogonalizer={name!r} must be one of {', '.join(map(repr, ORTHOGONALIZERS))}"
+        ) from None

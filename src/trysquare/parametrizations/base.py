@@ -1,0 +1,222 @@
+"""What every parametrization shares: precision, cache, initialisation and assignment."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from trysquare.linalg.precision import at_least_float32, full_precision
+from trysquare.parametrizations.search import search_free_tensors
+
+# Training passes between two looks at the condition of the free tensors.
+_RECONDITION_EVERY = 64
+# Largest entry by which an assigned weight and the one built from the free tensors found for it may
+# differ.
+_ASSIGNMENT_TOLERANCE = {torch.float64: 1e-8}
+_ASSIGNMENT_TOLERANCE_FLOAT32 = 1e-4
+
+
+class WeightCache:
+    """One weight, with what it was built from. A copy starts empty.
+
+    The sources are remembered as slots of the module that holds them, so that a tensor that was
+    replaced, moved or written to is seen. Holding on to the tensors keeps their memory from being
+    reused, so that equal addresses mean the same memory.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the weight."""
+        self.weight: Tensor | None = None
+        self._held: list[Tensor] = []
+        self._slots: list[tuple[dict[str, Any], str, Tensor, int, int]] = []
+
+    def store(self, weight: Tensor, slots: dict[str, Any]) -> None:
+        """Remember ``weight`` as made from the tensors in ``slots``."""
+        self.weight = weight
+        self._slots = [
+            (slots, name, source, source._version, source.data_ptr())
+            for name, source in slots.items()
+        ]
+        self._held = [source.detach() for source in slots.values()]
+
+    def fresh(self) -> bool:
+        """Whether there is a weight, and everything that it was built from is as it was."""
+        if self.weight is None:
+            return False
+        for slots, name, source, version, address in self._slots:
+            if slots[name] is not source or source._version != version:
+                return False
+            if source.data_ptr() != address:
+                return False
+        return True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
+        return WeightCache()
+
+
+class Parametrization(nn.Module, ABC):
+    """Free tensors to a weight.
+
+    Subclasses say which free tensors there are (``free_shapes``), how they start (``draw``), what
+    they mean (``build``), and, if there is a closed form, which ones give a weight (``solve``).
+    They compute in float32 or float64 and know nothing else.
+
+    Free tensors stay in float32 when the layer is cast to a shorter dtype: the weight is built from
+    them in float32 and rounded once. In eval mode a weight that needs no gradient is built once and
+    kept until a free tensor is written to, moved or replaced, or until the mode changes. Writes
+    through ``.data`` that torch's version counter does not see are the one exception.
+    """
+
+    like: Tensor
+
+    def __init__(
+        self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
+        self.cache = WeightCache()
+        self._slots: dict[str, Any] = {}
+        self._passes = 0
+        self._initial: Sequence[Tensor] | None = None
+
+    @property
+    @abstractmethod
+    def free_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the free tensors."""
+
+    @abstractmethod
+    def draw(self) -> list[Tensor]:
+        """Fresh free tensors, on the CPU in float64."""
+
+    @abstractmethod
+    def build(self, *free: Tensor) -> Tensor:
+        """The weight, in the dtype of the free tensors."""
+
+    def reconditioned(self, *free: Tensor) -> Sequence[Tensor]:
+        """Free tensors that give the same weight and are well conditioned; ``free`` where it is."""
+        return free
+
+    def solve(self, weight: Tensor) -> list[Tensor]:
+        """Free tensors from which ``build`` makes ``weight`` if it can, or a good guess."""
+        return self.draw()
+
+    def forward(self, *free: Tensor) -> Tensor:
+        """The weight in the layer's dtype, from the cache where that is right."""
+        self._keep_well_conditioned(free)
+        if not self._may_cache(free):
+            return self._built(free)
+        if not self.cache.fresh():
+            self.cache.store(self._built(free), self._slots)
+        assert self.cache.weight is not None
+        return self.cache.weight
+
+    def _may_cache(self, free: Sequence[Tensor]) -> bool:
+        if self.training or torch.compiler.is_compiling():
+            return False
+        grad = torch.is_grad_enabled()
+        return all(
+            tensor is slot
+            and type(tensor) is nn.Parameter
+            and not (grad and tensor.requires_grad)
+            and not tensor.is_inference()
+            for tensor, slot in zip(free, self._slots.values(), strict=True)
+        )
+
+    def _keep_well_conditioned(self, free: Sequence[Tensor]) -> None:
+        """Every so often in training, replace free tensors that degenerate by others of the same weight.
+
+        The old and new ones differ by a factor that the weight does not depend on, and so does
+        every mean of them: momentum and averages of an optimizer keep their meaning.
+        """
+        if not self.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        if not all(tensor is slot for tensor, slot in zip(free, self._slots.values(), strict=True)):
+            return
+        self._passes += 1
+        if self._passes % _RECONDITION_EVERY == 0:
+            with torch.no_grad(), full_precision(free[0]):
+                for tensor, better in zip(free, self.reconditioned(*free), strict=True):
+                    tensor.copy_(better)
+
+    def _built(self, free: Sequence[Tensor]) -> Tensor:
+        with full_precision(free[0]):
+            exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]
+            return self.build(*exact).to(self.like.dtype)
+
+    def train(self, mode: bool = True) -> Parametrization:
+        """Switch mode; a switch forgets the cached weight."""
+        if mode != self.training:
+            self.cache.clear()
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Parametrization:
+        self.cache.clear()
+        return super()._apply(fn, recurse)
+
+    def attach(self, module: nn.Module, name: str) -> None:
+        """Make ``module.name`` this function of freshly drawn free tensors."""
+        weight = getattr(module, name)
+        self._initial = [
+            tensor.to(weight.device, at_least_float32(weight.dtype)) for tensor in self.draw()
+        ]
+        parametrize.register_parametrization(module, name, self, unsafe=True)
+        self._slots = module.parametrizations[name]._parameters
+
+    @torch.no_grad()
+    def redraw(self, free: Sequence[Tensor]) -> None:
+        """Write fresh values into the free tensors."""
+        for tensor, fresh in zip(free, self.draw(), strict=True):
+            tensor.copy_(fresh)
+
+    def right_inverse(self, weight: Tensor) -> Sequence[Tensor]:
+        """Free tensors that give ``weight``; what assigning to the layer's weight calls.
+
+        Raises:
+            ValueError: if ``weight`` has the wrong shape, or no free tensors were found that give
+                it.
+        """
+        if self._initial is not None:
+            free, self._initial = self._initial, None
+            return free
+        exact = weight.detach().double().cpu()
+        self._check_finite(exact)
+        free = [tensor.double() for tensor in self.solve(exact)]
+        tolerance = _ASSIGNMENT_TOLERANCE.get(weight.dtype, _ASSIGNMENT_TOLERANCE_FLOAT32)
+        free, missed = search_free_tensors(self.build, free, exact, tolerance)
+        if missed > tolerance:
+            raise ValueError(
+                f"no free tensors were found that give this weight: the nearest one found differs by {missed:.1e}. It must be an output of "
+                f"the same parametrization ({self.extra_repr()}), or at least orthogonal in the same geometry"
+            )
+        return [tensor.to(weight.device, at_least_float32(weight.dtype)) for tensor in free]
+
+    def _check_finite(self, weight: Tensor) -> None:
+        expected = self.weight_shape
+        if tuple(weight.shape) != tuple(expected):
+            raise ValueError(
+                f"weight has shape {tuple(weight.shape)}, the layer's is {tuple(expected)}"
+            )
+        if not bool(weight.isfinite().all()):
+            raise ValueError("weight holds values that are not finite")
+
+    @property
+    @abstractmethod
+    def weight_shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+
+
+def random_orthonormal(*shape: int) -> Tensor:
+    """Uniformly distributed matrices ``(..., n, m)`` with orthonormal rows or columns, float64 on the CPU."""
+    normal = torch.randn(*shape, dtype=torch.float64)
+    tall = normal if shape[-2] >= shape[-1] else normal.mT
+    basis, upper = torch.linalg.qr(tall)
+    basis = basis * torch.where(upper.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2)
+    return basis if shape[-2] >= shape[-1] else basis.mT

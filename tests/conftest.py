@@ -1,0 +1,11 @@
+"""Every test starts from the same seed, on one thread (the suite runs in parallel)."""
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)

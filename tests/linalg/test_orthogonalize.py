@@ -1,0 +1,130 @@
+import pytest
+import torch
+
+from trysquare.linalg import ORTHOGONALIZERS, cholesky, orthogonalizer, orthonormal_rows, qr
+from trysquare.linalg import orthonormal as orthonormal_module
+
+SHAPES = [(8, 8), (6, 17), (17, 6), (3, 1), (1, 1), (2, 5, 9)]
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 5e-14}
+TOTAL = ("cholesky", "qr")  # exact for every matrix
+
+
+def conditioned(n, m, exponent):
+    rank = min(n, m)
+    left = torch.linalg.qr(torch.randn(n, rank, dtype=torch.float64)).Q
+    right = torch.linalg.qr(torch.randn(m, rank, dtype=torch.float64)).Q
+    return (left * torch.logspace(0, -exponent, rank, dtype=torch.float64)) @ right.mT
+
+
+def hostile(n, m):
+    normal = torch.randn(n, m, dtype=torch.float64)
+    return {
+        "normal": normal,
+        "huge": 1e6 * normal,
+        "small": 1e-6 * normal,
+        "tiny": 1e-30 * normal,
+        "condition": conditioned(n, m, 6),
+        "column": normal.index_fill(1, torch.tensor([0]), 0.0),
+        "row": normal.index_fill(0, torch.tensor([n - 1]), 0.0),
+        "zero": torch.zeros(n, m, dtype=torch.float64),
+        "ones": torch.ones(n, m, dtype=torch.float64),
+        "nearly ones": torch.ones(n, m, dtype=torch.float64) + 1e-7 * normal,
+        "mixed scales": normal * torch.logspace(-12, 12, n, dtype=torch.float64)[:, None],
+    }
+
+
+def missed(basis):
+    return (torch.linalg.svdvals(basis.double()) - 1).abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ORTHOGONALIZERS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_orthonormal_in_every_shape(name, shape, dtype):
+    basis = orthogonalizer(name).apply(torch.randn(*shape, dtype=dtype))
+    assert basis.shape == shape
+    assert basis.dtype == dtype
+    assert missed(basis) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(12, 12), (12, 30), (30, 12), (64, 64)])
+@pytest.mark.parametrize("name", ORTHOGONALIZERS)
+def test_hostile_matrices_give_an_orthonormal_matrix_or_an_error(name, shape, dtype):
+    for case, matrix in hostile(*shape).items():
+        matrix = matrix.to(dtype).requires_grad_()
+        try:
+            basis = orthogonalizer(name).apply(matrix)
+        except ArithmeticError as error:
+            assert name not in TOTAL, (case, error)
+            assert "cholesky" in str(error)
+            continue
+        assert missed(basis) < 4 * TOLERANCE[dtype], case
+        basis.backward(torch.randn_like(basis))
+        assert matrix.grad.isfinite().all(), case
+
+
+@pytest.mark.parametrize("name", ["newton_schulz", "bjorck"])
+def test_iterations_reach_their_stated_condition_number(name):
+    for dtype, exponent in ((torch.float32, 6), (torch.float64, 10)):
+        matrix = conditioned(10, 14, exponent).to(dtype)
+        assert missed(orthogonalizer(name).apply(matrix)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", ORTHOGONALIZERS)
+@pytest.mark.parametrize("shape", [(3, 3), (2, 5), (5, 2), (2, 3, 4)])
+def test_gradients(name, shape):
+    matrix = torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(orthogonalizer(name).apply, (matrix,))
+
+
+def test_gradients_without_branches_and_at_poor_condition(monkeypatch):
+    for matrix in (torch.randn(3, 5, dtype=torch.float64), conditioned(4, 6, 3)):
+        matrix.requires_grad_()
+        assert torch.autograd.gradcheck(orthonormal_rows, (matrix,), atol=1e-4, rtol=1e-3)
+        monkeypatch.setattr(orthonormal_module, "host_can_look", lambda _: False)
+        assert torch.autograd.gradcheck(orthonormal_rows, (matrix,), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_path_without_branches_is_exact_too(monkeypatch, dtype):
+    monkeypatch.setattr(orthonormal_module, "host_can_look", lambda _: False)
+    for shape in ((12, 12), (12, 30), (64, 64)):
+        for case, matrix in hostile(*shape).items():
+            assert missed(cholesky(matrix.to(dtype))) < 4 * TOLERANCE[dtype], case
+
+
+def test_cholesky_is_qr_and_keeps_orthonormal_rows():
+    matrix = torch.randn(2, 5, 9, dtype=torch.float64)
+    torch.testing.assert_close(cholesky(matrix), qr(matrix))
+    torch.testing.assert_close(cholesky(cholesky(matrix)), cholesky(matrix))
+
+
+@pytest.mark.parametrize("name", [name for name, o in ORTHOGONALIZERS.items() if o.inverse])
+@pytest.mark.parametrize("shape", [(5, 5), (4, 9), (9, 4)])
+def test_inverse_gives_back(name, shape):
+    entry = orthogonalizer(name)
+    basis = entry.apply(torch.randn(*shape, dtype=torch.float64))
+    torch.testing.assert_close(entry.apply(entry.inverse(basis)), basis)
+
+
+@pytest.mark.parametrize("name", ["newton_schulz", "bjorck"])
+def test_polar_methods_give_the_nearest_orthonormal_matrix(name):
+    matrix = torch.randn(5, 8, dtype=torch.float64)
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    torch.testing.assert_close(orthogonalizer(name).apply(matrix), left @ right)
+
+
+def test_what_was_not_reached_raises_on_every_path(monkeypatch):
+    from trysquare.linalg import orthogonalize as module
+
+    monkeypatch.setattr(module, "host_can_look", lambda _: False)
+    with pytest.raises(RuntimeError, match="did not reach"):
+        orthogonalizer("bjorck").apply(torch.zeros(3, 3))
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="two axes"):
+        cholesky(torch.randn(3))
+    with pytest.raises(ValueError, match=r"'magic' must be one of 'cholesky'"):
+        orthogonalizer("magic")

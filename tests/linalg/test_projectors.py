@@ -1,0 +1,54 @@
+import pytest
+import torch
+
+from trysquare.linalg import compose, grow, orthonormal_rows
+from trysquare.linalg.projectors import peel
+
+
+def frames(count, groups, rank, channels):
+    return orthonormal_rows(torch.randn(count, groups, rank, channels, dtype=torch.float64))
+
+
+def explicit(matrix, frame, axis, dims):
+    """Compose with ``[N, I - N]`` formed in full."""
+    projector = frame.mT @ frame
+    taps = torch.stack([projector, torch.eye(len(projector), dtype=projector.dtype) - projector], -1)
+    shape = [1] * dims
+    shape[axis] = 2
+    return compose(matrix, taps.reshape(*projector.shape, *shape))
+
+
+@pytest.mark.parametrize("axes", [(0,), (0, 1), (0, 1, 0, 1), (1, 0, 0), (2, 0, 1)])
+def test_grow_is_composition_with_two_tap_kernels(axes):
+    dims = max(axes) + 1
+    matrix = torch.randn(3, *(2, 1, 1)[:dims], 5, 4, dtype=torch.float64)
+    bases = frames(len(axes), 3, 2, 4)
+    grown = grow(matrix, bases, axes)
+    for group in range(3):
+        expected = matrix[group].movedim((-2, -1), (0, 1))
+        for frame, axis in zip(bases[:, group], axes, strict=True):
+            expected = explicit(expected, frame, axis, dims)
+        torch.testing.assert_close(grown[group].movedim((-2, -1), (0, 1)), expected)
+
+
+def test_gradients():
+    matrix = torch.randn(2, 1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    bases = frames(3, 2, 2, 4).requires_grad_()
+    assert torch.autograd.gradcheck(lambda m, f: grow(m, f, (0, 1, 0)), (matrix, bases))
+
+
+def test_second_derivatives_are_refused_not_wrong():
+    matrix = torch.randn(1, 1, 3, 4, dtype=torch.float64, requires_grad=True)
+    grown = grow(matrix, frames(1, 1, 2, 4), (0,))
+    (gradient,) = torch.autograd.grad(grown.square().sum(), matrix, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_peel_undoes_grow():
+    matrix = orthonormal_rows(torch.randn(2, 6, 6, dtype=torch.float64)).view(2, 1, 1, 6, 6)
+    bases = frames(4, 2, 3, 6)
+    axes = (0, 1, 0, 1)
+    rest, found = peel(grow(matrix, bases, axes), 3, axes)
+    torch.testing.assert_close(rest, matrix)
+    torch.testing.assert_close(found.mT @ found, bases.mT @ bases)
