@@ -1,6 +1,6 @@
 """Train a small orthogonal network for a few seconds, then show that every layer is orthogonal.
 
-    python examples/first_network.py
+python examples/first_network.py
 """
 
 import time

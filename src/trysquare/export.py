@@ -20,7 +20,5 @@ def to_torch(model: nn.Module) -> nn.Module:
     >>> type(plain[0]).__name__
     'Conv2d'
     """
-    replaced: dict[int, Any] = {
-        id(m): m.as_torch() for m in model.modules() if isinstance(m, ParametrizedWeight)
-    }
+    replaced: dict[int, Any] = {id(m): m.as_torch() for m in model.modules() if isinstance(m, ParametrizedWeight)}
     return copy.deepcopy(model, replaced)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, zip_longest
 from math import gcd, prod
 
@@ -32,7 +33,7 @@ def per_axis(name: str, value: int | Sequence[int], dims: int, least: int = 1) -
     >>> per_axis("stride", 2, 3)
     (2, 2, 2)
     """
-    sizes = (value,) * dims if isinstance(value, int) else tuple(value)
+    sizes = tuple(value) if isinstance(value, Sequence) else (value,) * dims
     if len(sizes) != dims or not all(isinstance(size, int) for size in sizes):
         raise ValueError(f"{name}={value!r} must be an integer or {dims} integers, one per axis")
     if min(sizes) < least:
@@ -106,93 +107,93 @@ class ConvGeometry:
             ways.append(f"raise kernel_size to at least the stride {self.stride}")
         return f"{text}; {' or '.join(ways)}"
 
-    @property
+    @cached_property
     def dims(self) -> int:
         """Number of spatial axes."""
         return len(self.kernel_size)
 
-    @property
+    @cached_property
     def group_in(self) -> int:
         """Input channels of a group."""
         return self.in_channels // self.groups
 
-    @property
+    @cached_property
     def group_out(self) -> int:
         """Output channels of a group."""
         return self.out_channels // self.groups
 
-    @property
+    @cached_property
     def extent(self) -> Sizes:
         """Positions from the first tap to the last, both included, on each axis."""
         return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel_size, self.dilation, strict=True))
 
-    @property
+    @cached_property
     def _full_reach(self) -> Sizes:
         axes = zip(self.kernel_size, self.stride, self.dilation, strict=True)
         return tuple(min(k, s // gcd(s, d)) for k, s, d in axes)
 
-    @property
+    @cached_property
     def row_orthogonal(self) -> bool:
         """Whether ``W Wᵀ = I`` is possible (and so is what is built)."""
         return self.group_out <= self.group_in * prod(self._full_reach)
 
-    @property
+    @cached_property
     def column_orthogonal(self) -> bool:
         """Whether ``Wᵀ W = I`` is possible (and so is what is built)."""
         axes = list(zip(self.kernel_size, self.stride, self.dilation, strict=True))
         reachable = all(gcd(s, d) == 1 and k >= s for k, s, d in axes)
         return reachable and self.group_out >= self.group_in * prod(self.stride)
 
-    @property
+    @cached_property
     def square(self) -> bool:
         """Whether the layer is a square matrix, hence invertible by its adjoint."""
         return self.row_orthogonal and self.column_orthogonal
 
-    @property
+    @cached_property
     def reach(self) -> Sizes:
         """Taps on each axis that the orthonormal matrix spans."""
         if self.parsimonious and self.group_out <= self.group_in:
             return (1,) * self.dims
         return self._full_reach
 
-    @property
+    @cached_property
     def built_from_adjoint(self) -> bool:
         """Whether the kernel is the transpose of a wide one: fewer products when there is no stride."""
         return not self.row_orthogonal and prod(self.reach) == 1
 
-    @property
+    @cached_property
     def inner_channels(self) -> int:
         """Channels between the matrix and the projectors: the size of the projectors."""
         if self.built_from_adjoint:
             return self.group_out
         return self.group_in if self.row_orthogonal else self.group_out // prod(self.stride)
 
-    @property
+    @cached_property
     def frame_rank(self) -> int:
         """Rank of the projectors."""
         return self.inner_channels // 2
 
-    @property
+    @cached_property
     def matrix_shape(self) -> tuple[int, int, int]:
         """Free tensor that becomes the orthonormal matrix: groups, rows, inner channels x taps."""
         rows = self.group_in if self.built_from_adjoint else self.group_out
         return self.groups, rows, self.inner_channels * prod(self.reach)
 
-    @property
+    @cached_property
     def frame_axes(self) -> Sizes:
         """Axis that each projector grows by one tap, alternating so that axes mix (the order of BCOP)."""
         missing = [k - r for k, r in zip(self.kernel_size, self.reach, strict=True)]
         rounds = zip_longest(*([axis] * count for axis, count in enumerate(missing)))
         return tuple(axis for axis in chain.from_iterable(rounds) if axis is not None)
 
-    @property
+    @cached_property
     def frames_shape(self) -> tuple[int, int, int, int] | None:
         """Free tensor whose rows span the projectors, or ``None`` if the matrix is the whole kernel."""
         if not self.frame_axes or self.frame_rank == 0:
             return None
         return len(self.frame_axes), self.groups, self.frame_rank, self.inner_channels
 
-    @property
+    @cached_property
     def weight_shape(self) -> Sizes:
         """Shape of the kernel in torch's layout, which serves the layer and its adjoint alike."""
         return (self.out_channels, self.group_in, *self.kernel_size)
@@ -236,16 +237,12 @@ class ConvGeometry:
         if padding == "valid":
             return ((0, 0),) * self.dims
         if isinstance(padding, str):
-            raise ValueError(
-                f"padding={padding!r} must be 'same', 'valid', an integer or {self.dims} integers"
-            )
+            raise ValueError(f"padding={padding!r} must be 'same', 'valid', an integer or {self.dims} integers")
         return tuple((pad, pad) for pad in per_axis("padding", padding, self.dims, least=0))
 
     def check_circular(self, pads: Pads) -> None:
         """Refuse circular padding under which outputs repeat, or too few are left to preserve norms."""
-        for axis, ((left, right), extent, stride) in enumerate(
-            zip(pads, self.extent, self.stride, strict=True)
-        ):
+        for axis, ((left, right), extent, stride) in enumerate(zip(pads, self.extent, self.stride, strict=True)):
             total = left + right
             if total >= extent:
                 raise ValueError(
@@ -255,8 +252,8 @@ class ConvGeometry:
             if total < extent - stride and not self.row_orthogonal:
                 raise ValueError(
                     f"circular padding {(left, right)} on axis {axis} drops outputs, so {self.group_in} -> "
-                    f"{self.group_out} channels cannot preserve norms; it takes at least {extent - stride} in total: use "
-                    "padding='same'"
+                    f"{self.group_out} channels cannot preserve norms; it takes at least {extent - stride} in total: "
+                    "use padding='same'"
                 )
 
     def check_circular_size(self, sizes: Iterable[int]) -> None:
@@ -264,6 +261,6 @@ class ConvGeometry:
         sizes = tuple(sizes)
         if any(size % stride for size, stride in zip(sizes, self.stride, strict=True)):
             raise ValueError(
-                f"a circular map of size {sizes} is not divisible by stride={self.stride}, so windows overlap where it wraps "
-                "and the layer would amplify; pad or crop the input to a multiple, or use padding_mode='zeros'"
+                f"a circular map of size {sizes} is not divisible by stride={self.stride}, so windows overlap where it "
+                "wraps and the layer would amplify; pad or crop the input to a multiple, or use padding_mode='zeros'"
             )

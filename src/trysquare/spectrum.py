@@ -32,17 +32,11 @@ def _circular(layer: _OrthogonalConvolution, input_shape: tuple[int, ...]) -> Te
     geometry = layer.geometry
     channels, *sizes = input_shape
     if channels != layer.in_channels or len(sizes) != layer.dims:
-        raise ValueError(
-            f"input_shape={input_shape} must be ({layer.in_channels}, and {layer.dims} sizes)"
-        )
-    if layer.in_channels != geometry.in_channels or isinstance(
-        layer, nn.modules.conv._ConvTransposeNd
-    ):
+        raise ValueError(f"input_shape={input_shape} must be ({layer.in_channels}, and {layer.dims} sizes)")
+    if layer.in_channels != geometry.in_channels or isinstance(layer, nn.modules.conv._ConvTransposeNd):
         sizes = [size * stride for size, stride in zip(sizes, geometry.stride, strict=True)]
     geometry.check_circular_size(sizes)
-    return circular_singular_values(
-        layer.weight, tuple(sizes), geometry.stride, geometry.dilation, geometry.groups
-    )
+    return circular_singular_values(layer.weight, tuple(sizes), geometry.stride, geometry.dilation, geometry.groups)
 
 
 @torch.no_grad()

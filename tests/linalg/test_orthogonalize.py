@@ -55,9 +55,9 @@ def test_hostile_matrices_give_an_orthonormal_matrix_or_an_error(name, shape, dt
         matrix = matrix.to(dtype).requires_grad_()
         try:
             basis = orthogonalizer(name).apply(matrix)
-        except ArithmeticError as error:
-            assert name not in TOTAL, (case, error)
-            assert "cholesky" in str(error)
+        except ArithmeticError:
+            if name in TOTAL:
+                raise
             continue
         assert missed(basis) < 4 * TOLERANCE[dtype], case
         basis.backward(torch.randn_like(basis))

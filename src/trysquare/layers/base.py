@@ -46,10 +46,7 @@ class ParametrizedWeight(nn.Module):
     @property
     def free_tensors(self) -> list[Tensor]:
         """The tensors that an optimizer trains instead of the weight."""
-        return [
-            tensor
-            for name, tensor in self.parametrizations["weight"].named_parameters(recurse=False)
-        ]
+        return [tensor for name, tensor in self.parametrizations["weight"].named_parameters(recurse=False)]
 
     def reset_parameters(self) -> None:
         """Draw new free tensors and a new bias (uniform, as torch does)."""
@@ -60,12 +57,10 @@ class ParametrizedWeight(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move and cast, but keep the free tensors in float32 or better: the weight is rounded, not what it is made from."""
+        """Move and cast, but keep free tensors in float32 or better: the weight is rounded, not its sources."""
         if not parametrize.is_parametrized(self, "weight"):
             return super()._apply(fn, recurse)
-        keep = {
-            id(t) for tensor in self.free_tensors for t in (tensor, tensor.grad) if t is not None
-        }
+        keep = {id(t) for tensor in self.free_tensors for t in (tensor, tensor.grad) if t is not None}
 
         def cast(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -80,9 +75,7 @@ class ParametrizedWeight(nn.Module):
         raise NotImplementedError
 
     def _get_name(self) -> str:
-        return next(
-            c for c in type(self).__mro__ if not c.__name__.startswith("Parametrized")
-        ).__name__
+        return next(c for c in type(self).__mro__ if not c.__name__.startswith("Parametrized")).__name__
 
     def __repr__(self) -> str:
         """One line: geometry and method."""
@@ -90,9 +83,7 @@ class ParametrizedWeight(nn.Module):
 
 
 @torch.no_grad()
-def copy_weights(
-    plain: nn.Module, weight: Tensor, bias: Tensor | None, training: bool
-) -> nn.Module:
+def copy_weights(plain: nn.Module, weight: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
     """Fill a plain layer made on the meta device with detached copies of the tensors."""
     plain.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
     if bias is not None:

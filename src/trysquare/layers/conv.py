@@ -43,9 +43,7 @@ def _symmetric(pads: Pads) -> bool:
     return all(left == right for left, right in pads)
 
 
-def _parametrization(
-    method: str, geometry: ConvGeometry, orthogonalizer: str, weight: Tensor
-) -> Any:
+def _parametrization(method: str, geometry: ConvGeometry, orthogonalizer: str, weight: Tensor) -> Any:
     if method not in METHODS:
         raise ValueError(f"method={method!r} must be one of {', '.join(map(repr, METHODS))}")
     return METHODS[method](geometry, orthogonalizer, device=weight.device, dtype=weight.dtype)
@@ -71,9 +69,7 @@ class _OrthogonalConvolution(ParametrizedWeight):
     _pads: Pads
     _padding_argument: str | Size
 
-    def _numbers(
-        self, kernel_size: Size, stride: Size, dilation: Size
-    ) -> tuple[tuple[int, ...], ...]:
+    def _numbers(self, kernel_size: Size, stride: Size, dilation: Size) -> tuple[tuple[int, ...], ...]:
         named = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
         return tuple(per_axis(name, value, self.dims) for name, value in named.items())
 
@@ -98,9 +94,7 @@ class _OrthogonalConvolution(ParametrizedWeight):
     @property
     def _keeps_all_outputs(self) -> bool:
         axes = zip(self._pads, self.geometry.extent, self.geometry.stride, strict=True)
-        return self.padding_mode == "circular" and all(
-            sum(pad) >= extent - stride for pad, extent, stride in axes
-        )
+        return self.padding_mode == "circular" and all(sum(pad) >= extent - stride for pad, extent, stride in axes)
 
     def adjoint(self) -> Any:
         """The transposed layer, without bias, that shares the free tensors of this one."""
@@ -114,14 +108,15 @@ class _OrthogonalConvolution(ParametrizedWeight):
         """
         geometry = self.geometry
         if not geometry.square:
+            needed = geometry.group_in * prod(geometry.stride)
             raise ValueError(
-                f"only a square layer has an inverse: {geometry.group_in} channels a group at stride={geometry.stride} would need "
-                f"{geometry.group_in * prod(geometry.stride)} on the other side, not {geometry.group_out}; .adjoint() is a one-sided inverse"
+                f"only a square layer has an inverse: {geometry.group_in} channels a group at stride={geometry.stride} "
+                f"would need {needed} on the other side, not {geometry.group_out}; .adjoint() is a one-sided inverse"
             )
         if not self._keeps_all_outputs:
             raise ValueError(
-                f"padding_mode={self.padding_mode!r} with padding={self.padding!r} loses what falls past the border, so there is no "
-                "inverse; use padding='same', padding_mode='circular'"
+                f"padding_mode={self.padding_mode!r} with padding={self.padding!r} loses what falls past the border, "
+                "so there is no inverse; use padding='same', padding_mode='circular'"
             )
         return self.adjoint() if self.bias is None else AffineInverse(self.adjoint(), self.bias)  # type: ignore[arg-type]
 
@@ -172,9 +167,7 @@ class _Convolution(_OrthogonalConvolution):
     ) -> None:
         kernel_size, stride, dilation = self._numbers(kernel_size, stride, dilation)
         find_orthogonalizer(orthogonalizer)
-        geometry = ConvGeometry(
-            in_channels, out_channels, kernel_size, stride, dilation, groups, parsimonious
-        )
+        geometry = ConvGeometry(in_channels, out_channels, kernel_size, stride, dilation, groups, parsimonious)
         pads = geometry.pads(padding, padding_mode)
         super().__init__(  # type: ignore[call-arg]
             in_channels,
@@ -245,9 +238,7 @@ class _Convolution(_OrthogonalConvolution):
 
     def as_torch(self) -> nn.Module:
         """A plain ``nn.Conv*d``, after a padding layer where torch has no argument for the padding."""
-        uniform = (
-            self.padding == "same" and set(self.stride) == {1} and self.padding_mode == "circular"
-        )
+        uniform = self.padding == "same" and set(self.stride) == {1} and self.padding_mode == "circular"
         padding: Any = self.padding if isinstance(self.padding, tuple) or uniform else 0
         plain = _PLAIN_CONV[self.dims](
             self.in_channels, self.out_channels, self.kernel_size, self.stride, padding, self.dilation, self.groups,
@@ -284,9 +275,7 @@ class _TransposedConvolution(_OrthogonalConvolution):
     ) -> None:
         kernel_size, stride, dilation = self._numbers(kernel_size, stride, dilation)
         find_orthogonalizer(orthogonalizer)
-        geometry = ConvGeometry(
-            out_channels, in_channels, kernel_size, stride, dilation, groups, parsimonious
-        )
+        geometry = ConvGeometry(out_channels, in_channels, kernel_size, stride, dilation, groups, parsimonious)
         output_padding = per_axis("output_padding", output_padding, self.dims, least=0)
         pads = self._crops(geometry, padding, output_padding, padding_mode)
         super().__init__(  # type: ignore[call-arg]
@@ -310,9 +299,7 @@ class _TransposedConvolution(_OrthogonalConvolution):
         self._parametrize_weight(_parametrization(method, geometry, orthogonalizer, self.weight))
 
     @staticmethod
-    def _crops(
-        geometry: ConvGeometry, padding: str | Size, output_padding: tuple[int, ...], mode: str
-    ) -> Pads:
+    def _crops(geometry: ConvGeometry, padding: str | Size, output_padding: tuple[int, ...], mode: str) -> Pads:
         """What to cut off both ends of the full transposed convolution, or to wrap around."""
         pads = geometry.pads(padding, mode)
         if padding == "same":
@@ -327,9 +314,7 @@ class _TransposedConvolution(_OrthogonalConvolution):
             raise ValueError(
                 f"output_padding={output_padding} must be smaller than stride or dilation, {tuple(limits)}"
             )
-        crops = tuple(
-            (left, right - extra) for (left, right), extra in zip(pads, output_padding, strict=True)
-        )
+        crops = tuple((left, right - extra) for (left, right), extra in zip(pads, output_padding, strict=True))
         if mode == "circular":
             geometry.check_circular(crops)
         return crops
@@ -345,24 +330,17 @@ class _TransposedConvolution(_OrthogonalConvolution):
         sizes = input.shape[-self.dims :]
         pads = self._pads if output_size is None else self._crops_for(sizes, output_size)
         if self.padding_mode == "circular":
-            return self._wrapped(
-                input, tuple(size * stride for size, stride in zip(sizes, self.stride, strict=True))
-            )
+            return self._wrapped(input, tuple(size * stride for size, stride in zip(sizes, self.stride, strict=True)))
         padding, extra, rest = self._native_crop(pads)
         output = self._transpose(input, self.bias, padding, extra)
         return F.pad(output, _flat(rest)) if any(map(any, rest)) else output
 
     def _native_crop(self, crops: Pads) -> tuple[tuple[int, ...], tuple[int, ...], Pads]:
-        """Torch's ``padding`` and ``output_padding`` for the crops, and what is left for a negative padding to cut off."""
+        """Torch's ``padding`` and ``output_padding`` for the crops, and what is left to cut off after them."""
         starts, ends = zip(*crops, strict=True)
-        padding = tuple(
-            min(start, end + s - 1) for start, end, s in zip(starts, ends, self.stride, strict=True)
-        )
+        padding = tuple(min(start, end + s - 1) for start, end, s in zip(starts, ends, self.stride, strict=True))
         extra = tuple(max(0, pad - end) for pad, end in zip(padding, ends, strict=True))
-        rest = tuple(
-            (p - start, p - e - end)
-            for p, e, start, end in zip(padding, extra, starts, ends, strict=True)
-        )
+        rest = tuple((p - start, p - e - end) for p, e, start, end in zip(padding, extra, starts, ends, strict=True))
         return padding, extra, rest
 
     def _wrapped(self, input: Tensor, sizes: tuple[int, ...]) -> Tensor:  # noqa: A002
@@ -370,12 +348,10 @@ class _TransposedConvolution(_OrthogonalConvolution):
         output = circular_fold(full, tuple(left for left, _ in self._pads), sizes)
         return output if self.bias is None else output + self.bias.view(-1, *(1,) * self.dims)
 
-    def _transpose(
-        self, input: Tensor, bias: Tensor | None, padding: Any, output_padding: Any
-    ) -> Tensor:
+    def _transpose(self, x: Tensor, bias: Tensor | None, padding: Any, output_padding: Any) -> Tensor:
         convolve = _CONV_TRANSPOSE[self.dims]
         return convolve(
-            input,
+            x,
             self._current_weight(),
             bias,
             self.stride,
@@ -388,22 +364,11 @@ class _TransposedConvolution(_OrthogonalConvolution):
     def _crops_for(self, sizes: Sequence[int], output_size: Sequence[int]) -> Pads:
         """Crops that give ``output_size``, if there are any."""
         wanted = tuple(output_size)[-self.dims :]
-        full = [
-            (size - 1) * s + e
-            for size, s, e in zip(sizes, self.stride, self.geometry.extent, strict=True)
-        ]
-        crops = tuple(
-            (left, f - left - want)
-            for (left, _), f, want in zip(self._pads, full, wanted, strict=True)
-        )
-        fits = [
-            abs(new - old) < s
-            for (_, new), (_, old), s in zip(crops, self._pads, self.stride, strict=True)
-        ]
+        full = [(size - 1) * s + e for size, s, e in zip(sizes, self.stride, self.geometry.extent, strict=True)]
+        crops = tuple((left, f - left - want) for (left, _), f, want in zip(self._pads, full, wanted, strict=True))
+        fits = [abs(new - old) < s for (_, new), (_, old), s in zip(crops, self._pads, self.stride, strict=True)]
         if self.padding_mode == "circular":
-            fits = [
-                want == size * s for want, size, s in zip(wanted, sizes, self.stride, strict=True)
-            ]
+            fits = [want == size * s for want, size, s in zip(wanted, sizes, self.stride, strict=True)]
         if not all(fits):
             raise ValueError(
                 f"output_size={wanted} cannot be made from an input of size {tuple(sizes)} at stride={self.stride}"
@@ -423,7 +388,7 @@ class _TransposedConvolution(_OrthogonalConvolution):
         return self._share_weight(twin)
 
     def as_torch(self) -> nn.Module:
-        """Plain torch layers: the input is extended periodically, so that cropping the result leaves what wraps around."""
+        """Plain torch layers: a periodic extension of the input, then a crop of the result, wraps around."""
         if self.padding_mode == "zeros":
             return self._cropped(self._pads)
         axes = list(zip(self._pads, self.geometry.extent, self.geometry.stride, strict=True))
@@ -443,11 +408,7 @@ class _TransposedConvolution(_OrthogonalConvolution):
             self.bias is not None, self.dilation, device="meta",
         )  # fmt: skip
         copy_weights(plain, self.weight, self.bias, self.training)
-        return (
-            nn.Sequential(plain, _ZERO_PAD[self.dims](tuple(_flat(rest))))
-            if any(map(any, rest))
-            else plain
-        )
+        return nn.Sequential(plain, _ZERO_PAD[self.dims](tuple(_flat(rest)))) if any(map(any, rest)) else plain
 
 
 class OrthoConv1d(_Convolution, nn.Conv1d):
@@ -506,7 +467,7 @@ class OrthoConvTranspose1d(_TransposedConvolution, nn.ConvTranspose1d):
 
 
 class OrthoConvTranspose2d(_TransposedConvolution, nn.ConvTranspose2d):
-    """An ``nn.ConvTranspose2d`` that is the exact adjoint of an ``OrthoConv2d`` with the same numbers and channels swapped.
+    """An ``nn.ConvTranspose2d`` that is the exact adjoint of the ``OrthoConv2d`` with the same numbers.
 
     Arguments are torch's, in torch's order, and otherwise those of ``OrthoConv2d``. Circular
     padding, which torch's own transposed layers refuse, wraps around what falls past the border;

@@ -12,7 +12,7 @@ from trysquare.parametrizations import OrthonormalMatrix
 
 
 class OrthoLinear(ParametrizedWeight, nn.Linear):
-    """An ``nn.Linear`` whose weight has orthonormal rows or, if there are more outputs than inputs, orthonormal columns.
+    """An ``nn.Linear`` whose weight has orthonormal rows, or columns if there are more outputs than inputs.
 
     Args:
         in_features: size of each input sample.
@@ -43,9 +43,7 @@ class OrthoLinear(ParametrizedWeight, nn.Linear):
                 raise ValueError(f"{name}={size!r} must be a positive integer")
         super().__init__(in_features, out_features, bias, device, dtype)
         factory = {"device": self.weight.device, "dtype": self.weight.dtype}
-        self._parametrize_weight(
-            OrthonormalMatrix((out_features, in_features), orthogonalizer, **factory)
-        )
+        self._parametrize_weight(OrthonormalMatrix((out_features, in_features), orthogonalizer, **factory))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """``input @ weight.T + bias``."""

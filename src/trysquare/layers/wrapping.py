@@ -21,7 +21,7 @@ def circular_pad(x: Tensor, pads: Pads) -> Tensor:
 
 
 def circular_fold(full: Tensor, lefts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-    """Adjoint of ``circular_pad``: position ``p`` of ``full`` is added to ``(p - left) mod size`` on each of the last axes."""
+    """Adjoint of ``circular_pad``: add position ``p`` to ``(p - left) mod size`` on each of the last axes."""
     for axis, (left, size) in enumerate(zip(lefts, sizes, strict=True), start=-len(sizes)):
         length = full.shape[axis]
         front = -left % size

@@ -59,16 +59,15 @@ def _taps(kernel: Tensor, dims: int) -> torch.Size:
 def _check_composable(after: Tensor, before: Tensor, groups: int, dims: int) -> None:
     shapes = f"after {tuple(after.shape)}, before {tuple(before.shape)}, groups={groups}, {dims} kernel axes"
     if after.ndim != before.ndim or dims < 0 or after.ndim < dims + 2:
-        raise ValueError(
-            f"kernels must have the same number of axes, at least {dims} + 2: {shapes}"
-        )
+        raise ValueError(f"kernels must have the same number of axes, at least {dims} + 2: {shapes}")
     if after.shape[: -dims - 2] != before.shape[: -dims - 2]:
         raise ValueError(f"batch axes differ: {shapes}")
     c_out, group_mid = after.shape[-dims - 2 : after.ndim - dims]
     c_mid = before.shape[-dims - 2]
     if groups < 1 or c_out % groups or c_mid % groups or group_mid * groups != c_mid:
         raise ValueError(
-            f"`before` makes {c_mid} channels, `after` reads {group_mid} in each of {groups} groups: {shapes}; they must agree"
+            f"`before` makes {c_mid} channels, `after` reads {group_mid} in each of {groups} groups; they must agree: "
+            f"{shapes}"
         )
 
 
@@ -121,5 +120,5 @@ def adjoint(kernel: Tensor, groups: int = 1) -> Tensor:
 
 
 def identity(channels: int, dims: int, like: Tensor) -> Tensor:
-    """The one-tap kernel ``(channels, channels, 1, ...)`` that changes nothing, with the dtype and device of ``like``."""
+    """The one-tap kernel ``(channels, channels, 1, ...)`` that changes nothing, of the dtype and device of ``like``."""
     return torch.eye(channels, dtype=like.dtype, device=like.device)[(..., *(None,) * dims)]

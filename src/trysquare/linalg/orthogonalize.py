@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trysquare.linalg.orthonormal import orthonormal_rows
-from trysquare.linalg.precision import full_precision, host_can_look
+from trysquare.linalg.precision import full_precision, host_can_look, with_signature
 
 _BJORCK_STEPS = {torch.float32: 50, torch.float64: 80}
 # Weakest singular value, relative to the bound that the matrix is divided by, that the Newton
@@ -43,7 +43,7 @@ _NEWTON_MAX_SCALE = 1.7
 
 
 def on_rows(rows_only: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Extend a function of wide matrices to tall ones by transposition, out of reach of autocast, and check its result."""
+    """Extend a function of wide matrices to tall ones by transposition, out of reach of autocast."""
 
     @wraps(rows_only)
     def orthogonalize(matrix: Tensor) -> Tensor:
@@ -68,8 +68,8 @@ def _checked(basis: Tensor, name: str, domain: str) -> Tensor:
             torch._assert_async(fine, f"{name} did not reach an orthonormal matrix: {domain}")
         elif not bool(fine):
             raise ArithmeticError(
-                f"{name} reached rows that are orthonormal only to {float(missed):.1e}: {domain}; re-initialise the free matrix, or use "
-                "orthogonalizer='cholesky', which is exact for every matrix"
+                f"{name} reached rows that are orthonormal only to {float(missed):.1e}: {domain}; re-initialise the "
+                "free matrix, or use orthogonalizer='cholesky', which is exact for every matrix"
             )
     return basis
 
@@ -91,40 +91,45 @@ def cholesky(matrix: Tensor) -> Tensor:
 
 @on_rows
 def qr(matrix: Tensor) -> Tensor:
-    """Gram-Schmidt by Householder reflections; exact for every matrix. Equals ``cholesky`` where both have full rank."""
+    """Gram-Schmidt by Householder reflections; exact for every matrix, and ``cholesky`` at full rank."""
     return orthonormal_rows(matrix, householder=True)
 
 
 class _Polar(torch.autograd.Function):
-    """``Q`` of ``W = H Q`` by the given iteration; the gradient solves a Lyapunov equation, whatever the iteration was."""
+    """``Q`` and ``H`` of ``W = H Q`` by the given iteration; differentiable in ``Q``.
+
+    The gradient solves a Lyapunov equation, whatever the iteration was.
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, matrix: Tensor, iterate: Callable[[Tensor], Tensor]) -> Tensor:
+    @with_signature
+    def forward(matrix: Tensor, iterate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         largest = matrix.abs().amax((-2, -1), keepdim=True)
         unit = matrix / torch.where(largest > 0, largest, 1.0)
         gram = torch.matmul(unit, unit.mT)
-        bound = torch.minimum(torch.linalg.matrix_norm(gram), gram.abs().sum(-1).amax(-1)).sqrt()[
-            ..., None, None
-        ]
+        bound = torch.minimum(torch.linalg.matrix_norm(gram), gram.abs().sum(-1).amax(-1))
+        bound = bound.sqrt()[..., None, None]
         basis = iterate(unit / torch.where(bound > 0, bound, 1.0))
-        ctx.save_for_backward(torch.matmul(matrix, basis.mT), basis)
-        return basis
+        return basis, torch.matmul(matrix, basis.mT)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*output)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        stretch, basis = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
+        basis, stretch = ctx.saved_tensors
         with full_precision(grad):
             values, vectors = torch.linalg.eigh((stretch + stretch.mT) / 2)
             tangent = torch.matmul(grad, basis.mT)
             skew = torch.matmul(vectors.mT, torch.matmul(tangent - tangent.mT, vectors))
             skew = skew / (values.unsqueeze(-1) + values.unsqueeze(-2))
-            normal = torch.matmul(
-                vectors.mT, grad - torch.matmul(tangent, basis)
-            ) / values.unsqueeze(-1)
-            return torch.matmul(
-                vectors, torch.matmul(skew, torch.matmul(vectors.mT, basis)) + normal
-            ), None
+            normal = torch.matmul(vectors.mT, grad - torch.matmul(tangent, basis)) / values.unsqueeze(-1)
+            return torch.matmul(vectors, torch.matmul(skew, torch.matmul(vectors.mT, basis)) + normal), None
 
 
 def _bjorck_steps(basis: Tensor) -> Tensor:
@@ -132,9 +137,7 @@ def _bjorck_steps(basis: Tensor) -> Tensor:
     for _ in range(_BJORCK_STEPS[basis.dtype]):
         gram = torch.matmul(basis, basis.mT)
         basis = 1.5 * basis - 0.5 * torch.matmul(gram, basis)
-        if host_can_look(basis) and bool(
-            (basis.shape[-2] - gram.diagonal(dim1=-2, dim2=-1).sum(-1)).amax() < settled
-        ):
+        if host_can_look(basis) and bool((basis.shape[-2] - gram.diagonal(dim1=-2, dim2=-1).sum(-1)).amax() < settled):
             break
     return basis
 
@@ -144,9 +147,7 @@ def _newton_steps(basis: Tensor) -> Tensor:
     low = _NEWTON_FLOOR[basis.dtype]
     while low < 1 - 1e-3 * torch.finfo(basis.dtype).eps ** 0.5:
         scale = min((3 / (1 + low + low * low)) ** 0.5, _NEWTON_MAX_SCALE)
-        basis = 1.5 * scale * basis - 0.5 * scale**3 * torch.matmul(
-            torch.matmul(basis, basis.mT), basis
-        )
+        basis = 1.5 * scale * basis - 0.5 * scale**3 * torch.matmul(torch.matmul(basis, basis.mT), basis)
         low = min(0.5 * scale * x * (3 - scale**2 * x * x) for x in (low, 1.0))
     return _polished(_polished(basis))
 
@@ -154,14 +155,14 @@ def _newton_steps(basis: Tensor) -> Tensor:
 @on_rows
 def bjorck(matrix: Tensor) -> Tensor:
     """Nearest orthonormal matrix by Björck and Bowie's iteration, run until it has converged."""
-    basis: Tensor = _Polar.apply(matrix, _bjorck_steps)
+    basis: Tensor = _Polar.apply(matrix, _bjorck_steps)[0]
     return _checked(basis, "bjorck", _CONDITION)
 
 
 @on_rows
 def newton_schulz(matrix: Tensor) -> Tensor:
     """Nearest orthonormal matrix by Newton-Schulz steps with optimal scaling."""
-    basis: Tensor = _Polar.apply(matrix, _newton_steps)
+    basis: Tensor = _Polar.apply(matrix, _newton_steps)[0]
     return _checked(basis, "newton_schulz", _CONDITION)
 
 
@@ -237,6 +238,4 @@ def orthogonalizer(name: str) -> Orthogonalizer:
     try:
         return ORTHOGONALIZERS[name]
     except KeyError:
-        raise ValueError(
-            f"orthogonalizer={name!r} must be one of {', '.join(map(repr, ORTHOGONALIZERS))}"
-        ) from None
+        raise ValueError(f"orthogonalizer={name!r} must be one of {', '.join(map(repr, ORTHOGONALIZERS))}") from None

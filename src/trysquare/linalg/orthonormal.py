@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trysquare.linalg.precision import full_precision, host_can_look
+from trysquare.linalg.precision import full_precision, host_can_look, with_signature
 
 # Directions weaker than this, relative to their row, get a damped gradient: the exact one is not
 # finite at rank loss.
@@ -36,13 +36,12 @@ def _twice(rows: Tensor) -> tuple[Tensor, Tensor] | None:
     of the precision, and is measured. The gradient takes ``first`` for the whole factor, which is
     right to the relative error ``|E|``: that of any factor computed from a Gram matrix.
     """
-    first, failed = torch.linalg.cholesky_ex(torch.bmm(rows, rows.mT))
+    first = torch.linalg.cholesky_ex(torch.bmm(rows, rows.mT)).L
     once = _lower(rows, first)
     left = torch.bmm(once, once.mT).tril_()
     left.diagonal(dim1=-2, dim2=-1).sub_(1).mul_(0.5)
-    if not bool(
-        ((left.square().sum((-2, -1)) < torch.finfo(rows.dtype).eps) & (failed == 0)).all()
-    ):
+    # A factorisation that failed needs no look of its own: its `once` is not orthonormal, and a NaN is not small.
+    if not torch.linalg.vector_norm(left).item() < torch.finfo(rows.dtype).eps ** 0.5:
         return None
     return torch.baddbmm(once, left, once, alpha=-1), first
 
@@ -61,12 +60,7 @@ def _without_branches(rows: Tensor) -> tuple[Tensor, Tensor]:
     norm = torch.where(norm > 0, norm, 1.0)
     basis = wide / norm + _NUDGE * torch.eye(*rows.shape[-2:], dtype=wide.dtype, device=wide.device)
     count = rows.shape[-2]
-    shift = (
-        8
-        * count
-        * torch.finfo(torch.float64).eps
-        * torch.eye(count, dtype=wide.dtype, device=wide.device)
-    )
+    shift = 8 * count * torch.finfo(torch.float64).eps * torch.eye(count, dtype=wide.dtype, device=wide.device)
     total = torch.diag_embed((scale * norm).squeeze(-1))
     for last in (False, False, False, True):
         gram = torch.matmul(basis, basis.mT)
@@ -90,32 +84,42 @@ def _householder(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (basis * sign.unsqueeze(-2)).mT, _damped((factor * sign.unsqueeze(-1)).mT, rows)
 
 
+def factor_rows(rows: Tensor, householder: bool = False) -> tuple[Tensor, Tensor]:
+    """``R`` and ``L`` of ``V = L R`` for a batch ``(b, h, c)``, outside of autograd."""
+    if householder:
+        return _householder(rows)
+    return (_twice(rows) if host_can_look(rows) else None) or _without_branches(rows)
+
+
+def rows_gradient(basis: Tensor, factor: Tensor, grad: Tensor) -> Tensor:
+    """Gradient of ``V`` from that of ``R``: ``dR = X - Φ(X Rᵀ + R Xᵀ) R`` with ``X = L⁻¹ dV``, transposed."""
+    turned = torch.bmm(grad, basis.mT)
+    turned = turned.tril() + turned.tril_(-1).mT
+    grad = torch.baddbmm(grad, turned, basis, alpha=-1)
+    return torch.linalg.solve_triangular(factor, grad.mT, upper=False, left=False).mT.contiguous()
+
+
 class _OrthonormalRows(torch.autograd.Function):
-    """``R`` of ``V = L R``; keeps ``R`` and ``L`` only."""
+    """``R`` and ``L`` of ``V = L R``; differentiable in ``R``, keeps nothing else."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, householder: bool) -> Tensor:
+    @with_signature
+    def forward(rows: Tensor, householder: bool) -> tuple[Tensor, Tensor]:
         with full_precision(rows):
-            if householder:
-                basis, factor = _householder(rows)
-            else:
-                basis, factor = (
-                    _twice(rows) if host_can_look(rows) else None
-                ) or _without_branches(rows)
-        ctx.save_for_backward(basis, factor)
-        return basis
+            return factor_rows(rows, householder)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*output)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        basis, factor = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
         with full_precision(grad):
-            # From dR = X - Φ(X Rᵀ + R Xᵀ) R with X = L⁻¹ dV.
-            turned = torch.bmm(grad, basis.mT)
-            turned = turned.tril() + turned.tril_(-1).mT
-            grad = torch.baddbmm(grad, turned, basis, alpha=-1)
-            grad = torch.linalg.solve_triangular(factor, grad.mT, upper=False, left=False).mT
-        return grad, None
+            return rows_gradient(*ctx.saved_tensors, grad), None
 
 
 def orthonormal_rows(rows: Tensor, householder: bool = False) -> Tensor:
@@ -131,7 +135,7 @@ def orthonormal_rows(rows: Tensor, householder: bool = False) -> Tensor:
         not span are completed.
     """
     batch = rows.reshape(-1, *rows.shape[-2:])
-    return _OrthonormalRows.apply(batch, householder).view_as(rows)  # type: ignore[no-any-return]
+    return _OrthonormalRows.apply(batch, householder)[0].view_as(rows)  # type: ignore[no-any-return]
 
 
 def recondition(rows: Tensor, basis: Tensor) -> Tensor:

@@ -13,40 +13,60 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trysquare.linalg.precision import full_precision
+from trysquare.linalg.orthonormal import factor_rows, rows_gradient
+from trysquare.linalg.precision import full_precision, with_signature
 
 
 class _Grow(torch.autograd.Function):
-    """``matrix ∘ [N₁, I - N₁] ∘ [N₂, I - N₂] …``; keeps the intermediate kernels and their coordinates in the frames."""
+    """``matrix ∘ [N₁, I - N₁] ∘ [N₂, I - N₂] …``.
+
+    Returns the kernel, then what backward needs: the orthonormal frames and their factors, each kernel on the way and
+    its coordinates in the next frame.
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, kernel: Tensor, frames: Tensor, axes: tuple[int, ...]) -> Tensor:
-        saved = []
-        for frame, axis in zip(frames.unbind(), axes, strict=True):
-            flat = kernel.flatten(1, -2)  # (g, taps * n, c)
-            coordinates = torch.bmm(flat, frame.mT)
-            projected = torch.bmm(coordinates, frame).view(kernel.shape)
-            saved += [flat, coordinates]
-            kernel = _spread(kernel, projected, axis + 1)
-        ctx.axes = axes
-        ctx.save_for_backward(frames, *saved)
-        return kernel
+    @with_signature
+    def forward(matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, ...]:
+        with full_precision(matrix):
+            basis, factor = factor_rows(rows.flatten(0, 1))
+            kernels, coordinates = [matrix], []
+            for frame, axis in zip(basis.view(rows.shape).unbind(), axes, strict=True):
+                flat = kernels[-1].flatten(1, -2)  # (g, taps * n, c)
+                coordinates.append(torch.bmm(flat, frame.mT))
+                projected = torch.bmm(coordinates[-1], frame).view(kernels[-1].shape)
+                kernels.append(_spread(kernels[-1], projected, axis + 1))
+            grown = kernels.pop().movedim((-2, -1), (1, 2)).contiguous()
+        return grown, basis, factor, *kernels[1:], *coordinates
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        matrix, rows, ctx.axes = inputs
+        ctx.shape = rows.shape
+        _, basis, factor, *rest = output
+        ctx.mark_non_differentiable(basis, factor, *rest)
+        ctx.save_for_backward(basis, factor, matrix, *rest)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        frames, *saved = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor, None]:
+        basis, factor, *saved = ctx.saved_tensors
+        frames, steps = basis.view(ctx.shape).unbind(), len(ctx.axes)
+        kernels, coordinates = saved[:steps], saved[steps:]
         grads = []
         with full_precision(grad):
-            for frame, axis in zip(reversed(frames.unbind()), reversed(ctx.axes), strict=True):
-                coordinates, flat = saved.pop(), saved.pop()
-                taps = grad.shape[axis + 1] - 1
-                later = grad.narrow(axis + 1, 1, taps)
-                through = (grad.narrow(axis + 1, 0, taps) - later).flatten(1, -2)  # gradient of K N
+            grad = grad.movedim((1, 2), (-2, -1)).contiguous()
+            for step in reversed(range(steps)):
+                frame, dim = frames[step], ctx.axes[step] + 1
+                taps = grad.shape[dim] - 1
+                later = grad.narrow(dim, 1, taps)
+                through = (grad.narrow(dim, 0, taps) - later).flatten(1, -2)  # gradient of K N
                 back = torch.bmm(through, frame.mT)
-                grads.append(torch.baddbmm(torch.bmm(coordinates.mT, through), back.mT, flat))
+                flat = kernels[step].flatten(1, -2)
+                grads.append(torch.baddbmm(torch.bmm(coordinates[step].mT, through), back.mT, flat))
                 grad = torch.bmm(back, frame).view(later.shape).add_(later)
-        return grad, torch.stack(grads[::-1]), None
+            return grad, rows_gradient(basis, factor, torch.cat(grads[::-1])).view(ctx.shape), None
 
 
 def _spread(kernel: Tensor, projected: Tensor, dim: int) -> Tensor:
@@ -59,18 +79,18 @@ def _spread(kernel: Tensor, projected: Tensor, dim: int) -> Tensor:
     return grown
 
 
-def grow(matrix: Tensor, frames: Tensor, axes: tuple[int, ...]) -> Tensor:
+def grow(matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Compose ``matrix`` with one two-tap kernel ``[N, I - N]`` for each frame, on its right.
 
     Args:
         matrix: ``(g, *r, n, c)``, the taps of an orthogonal kernel, channels last.
-        frames: ``(p, g, h, c)`` with orthonormal rows; the projectors are ``N = frameᵀ frame``.
-        axes: the kernel axis, from 0, that each of the ``p`` frames grows.
+        rows: ``(p, g, h, c)``, any rows that span the projectors.
+        axes: the kernel axis, from 0, that each of the ``p`` projectors grows.
 
     Returns:
-        ``(g, *k, n, c)``, where ``k`` is ``r`` plus the number of frames on each axis.
+        ``(g, n, c, *k)``, where ``k`` is ``r`` plus the number of projectors on each axis.
     """
-    return _Grow.apply(matrix, frames, axes)  # type: ignore[no-any-return]
+    return _Grow.apply(matrix, rows, axes)[0]  # type: ignore[no-any-return]
 
 
 def peel(kernel: Tensor, rank: int, axes: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
@@ -81,7 +101,7 @@ def peel(kernel: Tensor, rank: int, axes: tuple[int, ...]) -> tuple[Tensor, Tens
     rank.
 
     Args:
-        kernel: ``(g, *k, n, c)`` as made by ``grow``.
+        kernel: ``(g, *k, n, c)``, channels last.
         rank: rank of the projectors.
         axes: the kernel axis that each frame grew.
 
@@ -92,9 +112,7 @@ def peel(kernel: Tensor, rank: int, axes: tuple[int, ...]) -> tuple[Tensor, Tens
     for axis in reversed(axes):
         dim, last = axis + 1, kernel.shape[axis + 1] - 1
         inside, outside = (kernel.select(dim, tap).flatten(1, -2) for tap in (0, last))
-        _, vectors = torch.linalg.eigh(
-            torch.matmul(inside.mT, inside) - torch.matmul(outside.mT, outside)
-        )
+        _, vectors = torch.linalg.eigh(torch.matmul(inside.mT, inside) - torch.matmul(outside.mT, outside))
         frame = vectors[..., -rank:].mT
         frames.insert(0, frame)
         flat = kernel.flatten(1, -2)

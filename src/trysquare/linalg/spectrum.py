@@ -47,14 +47,12 @@ def frequency_blocks(
     dilation: tuple[int, ...],
     groups: int,
 ) -> Tensor:
-    """Diagonal blocks ``(groups * prod(sizes / stride), n, m * prod(stride))`` of the convolution in the Fourier domain."""
+    """Blocks ``(groups * prod(sizes / stride), n, m * prod(stride))`` of the convolution in the Fourier domain."""
     dims = len(sizes)
     wrapped = _wrap_taps(kernel.detach().to(torch.float64), sizes, dilation)
     response = torch.fft.fftn(wrapped, dim=tuple(range(2, 2 + dims)))
     for axis, (size, s) in enumerate(zip(sizes, stride, strict=True)):
-        response = response.unflatten(
-            2 + 2 * axis, (s, size // s)
-        )  # frequency = alias * size / s + coarse
+        response = response.unflatten(2 + 2 * axis, (s, size // s))  # frequency = alias * size / s + coarse
     aliases, coarse = [2 + 2 * a for a in range(dims)], [3 + 2 * a for a in range(dims)]
     response = response.unflatten(0, (groups, -1))
     order = [0, *(c + 1 for c in coarse), 1, 2, *(a + 1 for a in aliases)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ _RECONDITION_EVERY = 64
 # differ.
 _ASSIGNMENT_TOLERANCE = {torch.float64: 1e-8}
 _ASSIGNMENT_TOLERANCE_FLOAT32 = 1e-4
+# Random starts of the search where there is no closed form: many lead to local minima.
+_ASSIGNMENT_STARTS = 64
 
 
 class WeightCache:
@@ -41,10 +44,7 @@ class WeightCache:
     def store(self, weight: Tensor, slots: dict[str, Any]) -> None:
         """Remember ``weight`` as made from the tensors in ``slots``."""
         self.weight = weight
-        self._slots = [
-            (slots, name, source, source._version, source.data_ptr())
-            for name, source in slots.items()
-        ]
+        self._slots = [(slots, name, source, source._version, source.data_ptr()) for name, source in slots.items()]
         self._held = [source.detach() for source in slots.values()]
 
     def fresh(self) -> bool:
@@ -77,9 +77,7 @@ class Parametrization(nn.Module, ABC):
 
     like: Tensor
 
-    def __init__(
-        self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
         self.cache = WeightCache()
@@ -122,11 +120,12 @@ class Parametrization(nn.Module, ABC):
         if self.training or torch.compiler.is_compiling():
             return False
         grad = torch.is_grad_enabled()
+        return self._owns(free) and not any(tensor.is_inference() or (grad and tensor.requires_grad) for tensor in free)
+
+    def _owns(self, free: Sequence[Tensor]) -> bool:
+        """Whether these are the layer's own parameters, not tensors that somebody else put there."""
         return all(
-            tensor is slot
-            and type(tensor) is nn.Parameter
-            and not (grad and tensor.requires_grad)
-            and not tensor.is_inference()
+            tensor is slot and type(tensor) is nn.Parameter
             for tensor, slot in zip(free, self._slots.values(), strict=True)
         )
 
@@ -138,7 +137,7 @@ class Parametrization(nn.Module, ABC):
         """
         if not self.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        if not all(tensor is slot for tensor, slot in zip(free, self._slots.values(), strict=True)):
+        if not self._owns(free):
             return
         self._passes += 1
         if self._passes % _RECONDITION_EVERY == 0:
@@ -164,11 +163,10 @@ class Parametrization(nn.Module, ABC):
     def attach(self, module: nn.Module, name: str) -> None:
         """Make ``module.name`` this function of freshly drawn free tensors."""
         weight = getattr(module, name)
-        self._initial = [
-            tensor.to(weight.device, at_least_float32(weight.dtype)) for tensor in self.draw()
-        ]
+        self._initial = [tensor.to(weight.device, at_least_float32(weight.dtype)) for tensor in self.draw()]
         parametrize.register_parametrization(module, name, self, unsafe=True)
-        self._slots = module.parametrizations[name]._parameters
+        held: Any = module.parametrizations
+        self._slots = held[name]._parameters
 
     @torch.no_grad()
     def redraw(self, free: Sequence[Tensor]) -> None:
@@ -188,22 +186,20 @@ class Parametrization(nn.Module, ABC):
             return free
         exact = weight.detach().double().cpu()
         self._check_finite(exact)
-        free = [tensor.double() for tensor in self.solve(exact)]
         tolerance = _ASSIGNMENT_TOLERANCE.get(weight.dtype, _ASSIGNMENT_TOLERANCE_FLOAT32)
-        free, missed = search_free_tensors(self.build, free, exact, tolerance)
+        starts = chain([self.solve(exact)], (self.draw() for _ in range(_ASSIGNMENT_STARTS)))
+        free, missed = search_free_tensors(self.build, starts, exact, tolerance)
         if missed > tolerance:
             raise ValueError(
-                f"no free tensors were found that give this weight: the nearest one found differs by {missed:.1e}. It must be an output of "
-                f"the same parametrization ({self.extra_repr()}), or at least orthogonal in the same geometry"
+                f"no free tensors were found that give this weight: the nearest one found differs by {missed:.1e}. "
+                f"It must be an output of the same parametrization ({self.extra_repr()})"
             )
         return [tensor.to(weight.device, at_least_float32(weight.dtype)) for tensor in free]
 
     def _check_finite(self, weight: Tensor) -> None:
         expected = self.weight_shape
         if tuple(weight.shape) != tuple(expected):
-            raise ValueError(
-                f"weight has shape {tuple(weight.shape)}, the layer's is {tuple(expected)}"
-            )
+            raise ValueError(f"weight has shape {tuple(weight.shape)}, the layer's is {tuple(expected)}")
         if not bool(weight.isfinite().all()):
             raise ValueError("weight holds values that are not finite")
 
@@ -219,4 +215,4 @@ def random_orthonormal(*shape: int) -> Tensor:
     tall = normal if shape[-2] >= shape[-1] else normal.mT
     basis, upper = torch.linalg.qr(tall)
     basis = basis * torch.where(upper.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2)
-    return basis if shape[-2] >= shape[-1] else basis.mT
+    return (basis if shape[-2] >= shape[-1] else basis.mT).contiguous()
