@@ -118,8 +118,9 @@ class _OrthonormalRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
+        basis, factor = ctx.saved_tensors
         with full_precision(grad):
-            return rows_gradient(*ctx.saved_tensors, grad), None
+            return rows_gradient(basis, factor, grad), None
 
 
 def orthonormal_rows(rows: Tensor, householder: bool = False) -> Tensor:
