@@ -91,10 +91,14 @@ def factor_rows(rows: Tensor, householder: bool = False) -> tuple[Tensor, Tensor
     return (_twice(rows) if host_can_look(rows) else None) or _without_branches(rows)
 
 
-def rows_gradient(basis: Tensor, factor: Tensor, grad: Tensor) -> Tensor:
-    """Gradient of ``V`` from that of ``R``: ``dR = X - Φ(X Rᵀ + R Xᵀ) R`` with ``X = L⁻¹ dV``, transposed."""
+def rows_gradient(basis: Tensor, factor: Tensor, grad: Tensor, span_only: bool = False) -> Tensor:
+    """Gradient of ``V`` from that of ``R``: ``dR = X - Φ(X Rᵀ + R Xᵀ) R`` with ``X = L⁻¹ dV``, transposed.
+
+    ``span_only`` says that ``grad`` is that of a function of ``RᵀR`` alone, for which ``grad Rᵀ`` is symmetric.
+    """
     turned = torch.bmm(grad, basis.mT)
-    turned = turned.tril() + turned.tril_(-1).mT
+    if not span_only:
+        turned = turned.tril() + turned.tril_(-1).mT
     grad = torch.baddbmm(grad, turned, basis, alpha=-1)
     return torch.linalg.solve_triangular(factor, grad.mT, upper=False, left=False).mT.contiguous()
 

@@ -66,7 +66,8 @@ class _Grow(torch.autograd.Function):
                 flat = kernels[step].flatten(1, -2)
                 grads.append(torch.baddbmm(torch.bmm(coordinates[step].mT, through), back.mT, flat))
                 grad = torch.bmm(back, frame).view(later.shape).add_(later)
-            return grad, rows_gradient(basis, factor, torch.cat(grads[::-1])).view(ctx.shape), None
+            grad_rows = rows_gradient(basis, factor, torch.cat(grads[::-1]), span_only=True)
+        return grad, grad_rows.view(ctx.shape), None
 
 
 def _spread(kernel: Tensor, projected: Tensor, dim: int) -> Tensor:

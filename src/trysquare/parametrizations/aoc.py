@@ -67,7 +67,10 @@ class AOC(Parametrization):
     def _split_taps(self, matrix: Tensor) -> Tensor:
         """``(g, rows, taps * c)`` to ``(g, *reach, rows, c)``."""
         geometry = self.geometry
-        taps = matrix.unflatten(-1, (*geometry.reach, geometry.inner_channels))
+        groups, rows, _ = matrix.shape
+        if prod(geometry.reach) == 1:
+            return matrix.view(groups, *geometry.reach, rows, geometry.inner_channels)
+        taps = matrix.reshape(groups, rows, *geometry.reach, geometry.inner_channels)
         return taps.movedim(1, -2).contiguous()
 
     def _centred(self, kernel: Tensor) -> Tensor:
