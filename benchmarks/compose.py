@@ -6,26 +6,13 @@ python benchmarks/compose.py
 from __future__ import annotations
 
 from functools import reduce
-from itertools import product
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from measure import interleaved
 from trysquare.linalg import compose
-
-
-def by_taps(after: Tensor, before: Tensor) -> Tensor:
-    """One product for all pairs of taps, then shifted additions."""
-    n, c, *k = after.shape
-    m, *size = before.shape[1:]
-    products = (after.flatten(2).permute(2, 0, 1).reshape(-1, c) @ before.flatten(1)).view(-1, n, m, *size)
-    total = products.new_zeros(())
-    for tap, position in zip(products.unbind(), product(*map(range, k)), strict=True):
-        pads = [pad for i, taps in reversed(list(zip(position, k, strict=True))) for pad in (i, taps - 1 - i)]
-        total = total + F.pad(tap, pads)
-    return total
+from trysquare.linalg.kernels import compose_by_convolution, compose_by_taps
 
 
 def tree(kernels: list[Tensor]) -> Tensor:
@@ -39,7 +26,7 @@ def tree(kernels: list[Tensor]) -> Tensor:
 
 def main() -> None:
     """Print both comparisons, forward and backward, as ratios of one run."""
-    print(f"{'kernels':<30}{'full convolution ms':>20}{'products of taps ms':>20}{'ratio':>8}")
+    print(f"{'kernels':<38}{'full convolution ms':>20}{'products of taps ms':>20}{'ratio':>8}")
     for channels, k, size in (
         (16, (3, 3), (3, 3)),
         (64, (2, 2), (2, 2)),
@@ -47,18 +34,20 @@ def main() -> None:
         (64, (5, 5), (5, 5)),
         (256, (2, 2), (2, 2)),
         (256, (3, 3), (3, 3)),
+        (256, (2, 2), (5, 5)),
         (64, (3,), (3,)),
+        (64, (7,), (7,)),
         (32, (2, 2, 2), (2, 2, 2)),
     ):
-        after = torch.randn(channels, channels, *k, requires_grad=True)
-        before = torch.randn(channels, channels, *size, requires_grad=True)
-        ways = {"conv": compose, "taps": by_taps}
+        after = torch.randn(1, channels, channels, *k, requires_grad=True)
+        before = torch.randn(1, channels, channels, *size, requires_grad=True)
+        ways = {"conv": compose_by_convolution, "taps": compose_by_taps}
         calls = {name: lambda way=way: way(after, before).sum().backward() for name, way in ways.items()}  # noqa: B023
         s = interleaved(calls, 20)
         name = f"{channels} channels, {k} after {size}"
-        print(f"{name:<30}{1e3 * s['conv']:>20.2f}{1e3 * s['taps']:>20.2f}{s['taps'] / s['conv']:>7.2f}x", flush=True)
+        print(f"{name:<38}{1e3 * s['conv']:>20.2f}{1e3 * s['taps']:>20.2f}{s['taps'] / s['conv']:>7.2f}x", flush=True)
 
-    print(f"\n{'chain of 2x2 kernels':<30}{'one by one ms':>20}{'tree ms':>20}{'ratio':>8}")
+    print(f"\n{'chain of 2x2 kernels':<38}{'one by one ms':>20}{'tree ms':>20}{'ratio':>8}")
     for channels, count in ((16, 4), (16, 8), (64, 4), (64, 8), (128, 4)):
         kernels = [torch.randn(channels, channels, 2, 2, requires_grad=True) for _ in range(count)]
         calls = {
@@ -67,7 +56,7 @@ def main() -> None:
         }
         s = interleaved(calls, 10)
         name = f"{count} of {channels} channels"
-        print(f"{name:<30}{1e3 * s['chain']:>20.2f}{1e3 * s['tree']:>20.2f}{s['tree'] / s['chain']:>7.2f}x", flush=True)
+        print(f"{name:<38}{1e3 * s['chain']:>20.2f}{1e3 * s['tree']:>20.2f}{s['tree'] / s['chain']:>7.2f}x", flush=True)
 
 
 if __name__ == "__main__":

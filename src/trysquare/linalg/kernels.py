@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from itertools import product
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from trysquare.linalg.precision import full_precision
 
+_FEW_TAPS = 4
 _FULL_CONVOLUTION = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
@@ -72,32 +75,49 @@ def _check_composable(after: Tensor, before: Tensor, groups: int, dims: int) -> 
 
 
 def _compose_blocks(after: Tensor, before: Tensor) -> Tensor:
-    """``(b, n, c, *k)`` and ``(b, c, m, *l)`` to ``(b, n, m, *(k + l - 1))``.
+    """``(b, n, c, *k)`` and ``(b, c, m, *l)`` to ``(b, n, m, *(k + l - 1))``, by the faster of two ways.
 
-    Up to three axes torch's full convolution does it in one call: measured 1 to 3 times as fast as
-    products of taps (``benchmarks/compose.py``). More axes go tap by tap along the first.
+    Measured by ``benchmarks/compose.py``: with up to four taps on one side, products of taps win by up to a factor of
+    two; with more, torch's full convolution, which has up to three axes.
     """
-    blocks, n, c, *k = after.shape
+    k, size = after.shape[3:], before.shape[3:]
     if not k:
         return torch.bmm(after, before)
-    if len(k) > len(_FULL_CONVOLUTION):
-        return _compose_along_first_axis(after, before)
+    if len(k) > len(_FULL_CONVOLUTION) or min(k.numel(), size.numel()) <= _FEW_TAPS:
+        return compose_by_taps(after, before)
+    return compose_by_convolution(after, before)
+
+
+def compose_by_convolution(after: Tensor, before: Tensor) -> Tensor:
+    """One call of torch's transposed convolution, the input channels of ``before`` being its batch."""
+    blocks, n, c, *k = after.shape
     full = _FULL_CONVOLUTION[len(k)](
-        before.flatten(0, 1).transpose(0, 1),
-        after.transpose(1, 2).reshape(blocks * c, n, *k),
-        groups=blocks,
+        before.flatten(0, 1).transpose(0, 1), after.transpose(1, 2).reshape(blocks * c, n, *k), groups=blocks
     )
     return full.unflatten(1, (blocks, n)).movedim(0, 2)  # from (m, b * n, *taps)
 
 
-def _compose_along_first_axis(after: Tensor, before: Tensor) -> Tensor:
-    k, size = after.shape[3], before.shape[3]
-    taps: list[Tensor | None] = [None] * (k + size - 1)
-    for i, j in product(range(k), range(size)):
-        tap = _compose_blocks(after.select(3, i), before.select(3, j))
-        held = taps[i + j]
-        taps[i + j] = tap if held is None else held + tap
-    return torch.stack([tap for tap in taps if tap is not None], dim=3)
+def compose_by_taps(after: Tensor, before: Tensor) -> Tensor:
+    """One product of all taps with all taps, then one shifted addition for each tap of the smaller kernel."""
+    blocks, n, c, *k = after.shape
+    m, *size = before.shape[2:]
+    left = after.flatten(3).permute(0, 3, 1, 2).reshape(blocks, -1, c)
+    products = torch.bmm(left, before.flatten(2)).view(blocks, prod(k), n, m, prod(size))
+    if prod(k) <= prod(size):
+        few, many, pieces = k, size, products.unbind(1)
+    else:
+        few, many, pieces = size, k, products.movedim(1, -1).unbind(-2)
+    composed = [
+        F.pad(piece.reshape(blocks, n, m, *many), _shift(position, few))
+        for piece, position in zip(pieces, product(*map(range, few)), strict=True)
+    ]
+    return reduce(torch.add, composed)
+
+
+def _shift(position: tuple[int, ...], sizes: list[int]) -> list[int]:
+    """Torch's padding that moves a kernel to ``position`` among ``sizes``."""
+    axes = reversed(list(zip(position, sizes, strict=True)))
+    return [pad for start, taps in axes for pad in (start, taps - 1 - start)]
 
 
 def adjoint(kernel: Tensor, groups: int = 1) -> Tensor:
