@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, zip_longest
 from math import gcd, prod
+from operator import index
 
 Sizes = tuple[int, ...]
 Pads = tuple[tuple[int, int], ...]
@@ -33,12 +34,22 @@ def per_axis(name: str, value: int | Sequence[int], dims: int, least: int = 1) -
     >>> per_axis("stride", 2, 3)
     (2, 2, 2)
     """
-    sizes = tuple(value) if isinstance(value, Sequence) else (value,) * dims
-    if len(sizes) != dims or not all(isinstance(size, int) for size in sizes):
+    values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * dims
+    try:
+        sizes = tuple(map(index, values))
+    except TypeError:
+        sizes = ()
+    if len(sizes) != dims:
         raise ValueError(f"{name}={value!r} must be an integer or {dims} integers, one per axis")
     if min(sizes) < least:
         raise ValueError(f"{name}={value!r} must be at least {least} on every axis")
     return sizes
+
+
+def positive(name: str, value: int) -> int:
+    """``value`` as an integer, if it is a positive one."""
+    (size,) = per_axis(name, value, 1)
+    return size
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,8 @@ class ConvGeometry:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be orthogonal."""
+        for name in ("in_channels", "out_channels", "groups"):
+            object.__setattr__(self, name, positive(name, getattr(self, name)))
         self._check_channels()
         if not (self.row_orthogonal or self.column_orthogonal):
             raise ValueError(self._why_impossible())
@@ -80,13 +93,9 @@ class ConvGeometry:
             )
 
     def _check_channels(self) -> None:
-        channels = {"in_channels": self.in_channels, "out_channels": self.out_channels}
-        for name, count in (*channels.items(), ("groups", self.groups)):
-            if not isinstance(count, int) or count < 1:
-                raise ValueError(f"{name}={count!r} must be a positive integer")
-        for name, count in channels.items():
-            if count % self.groups:
-                raise ValueError(f"{name}={count} must be divisible by groups={self.groups}")
+        for name in ("in_channels", "out_channels"):
+            if getattr(self, name) % self.groups:
+                raise ValueError(f"{name}={getattr(self, name)} must be divisible by groups={self.groups}")
 
     def _why_impossible(self) -> str:
         reach, shared = (

@@ -3,6 +3,7 @@
 import copy
 import io
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -281,6 +282,31 @@ def test_repr_shows_method_and_geometry():
         repr(ts.OrthoLinear(3, 2)) == "OrthoLinear(in_features=3, out_features=2, bias=True, orthogonalizer=cholesky)"
     )
     assert "parsimonious" in repr(ts.OrthoConv2d(4, 4, 3, stride=2, parsimonious=True))
+
+
+def test_integers_of_numpy_and_lists():
+    layer = ts.OrthoConv2d(np.int64(4), np.int64(8), [np.int64(3), 2], stride=np.int32(1))
+    assert layer.weight.shape == (8, 4, 3, 2)
+    assert "np" not in repr(layer)
+    with pytest.raises(ValueError, match="floating point"):
+        ts.OrthoConv2d(4, 8, 3, dtype=torch.complex64)
+
+
+def test_ensembles_with_vmap():
+    models = [nn.Sequential(ts.OrthoConv2d(4, 8, 3)) for _ in range(3)]
+    parameters, buffers = torch.func.stack_module_state(models)
+    x = torch.randn(2, 4, 6, 6)
+
+    def run(parameters, buffers):
+        return torch.func.functional_call(models[0], (parameters, buffers), (x,))
+
+    outputs = torch.vmap(run)(parameters, buffers)
+    for model, output in zip(models, outputs, strict=True):
+        torch.testing.assert_close(output, model(x), atol=1e-5, rtol=0)
+    gradients = torch.func.grad(lambda p: torch.vmap(run)(p, buffers).square().sum())(parameters)
+    models[1](x).square().sum().backward()
+    for name, parameter in models[1].named_parameters():
+        torch.testing.assert_close(gradients[name][1], parameter.grad, atol=1e-4, rtol=1e-3)
 
 
 def test_bias_can_be_left_out():

@@ -170,13 +170,13 @@ class _Convolution(_OrthogonalConvolution):
         geometry = ConvGeometry(in_channels, out_channels, kernel_size, stride, dilation, groups, parsimonious)
         pads = geometry.pads(padding, padding_mode)
         super().__init__(  # type: ignore[call-arg]
-            in_channels,
-            out_channels,
+            geometry.in_channels,
+            geometry.out_channels,
             kernel_size,
             stride,
             0,
             dilation,
-            groups,
+            geometry.groups,
             bias,
             padding_mode,
             device,
@@ -279,13 +279,13 @@ class _TransposedConvolution(_OrthogonalConvolution):
         output_padding = per_axis("output_padding", output_padding, self.dims, least=0)
         pads = self._crops(geometry, padding, output_padding, padding_mode)
         super().__init__(  # type: ignore[call-arg]
-            in_channels,
-            out_channels,
+            geometry.out_channels,
+            geometry.in_channels,
             kernel_size,
             stride,
             0,
             0,
-            groups,
+            geometry.groups,
             bias,
             dilation,
             "zeros",

@@ -7,6 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trysquare.geometry import positive
 from trysquare.layers.base import ParametrizedWeight, copy_weights
 from trysquare.parametrizations import OrthonormalMatrix
 
@@ -38,9 +39,7 @@ class OrthoLinear(ParametrizedWeight, nn.Linear):
         *,
         orthogonalizer: str = "cholesky",
     ) -> None:
-        for name, size in (("in_features", in_features), ("out_features", out_features)):
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}={size!r} must be a positive integer")
+        in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
         super().__init__(in_features, out_features, bias, device, dtype)
         factory = {"device": self.weight.device, "dtype": self.weight.dtype}
         self._parametrize_weight(OrthonormalMatrix((out_features, in_features), orthogonalizer, **factory))

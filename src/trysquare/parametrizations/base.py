@@ -19,7 +19,7 @@ _RECONDITION_EVERY = 64
 # Largest entry by which an assigned weight and the one built from the free tensors found for it may
 # differ.
 _ASSIGNMENT_TOLERANCE = {torch.float64: 1e-8}
-_ASSIGNMENT_TOLERANCE_FLOAT32 = 1e-4
+_ASSIGNMENT_TOLERANCE_FLOAT32 = 1e-5
 # Random starts of the search where there is no closed form: many lead to local minima.
 _ASSIGNMENT_STARTS = 64
 
@@ -79,6 +79,8 @@ class Parametrization(nn.Module, ABC):
 
     def __init__(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
         super().__init__()
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"dtype={dtype} must be a real floating point type")
         self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
         self.cache = WeightCache()
         self._slots: dict[str, Any] = {}
