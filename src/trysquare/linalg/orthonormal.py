@@ -98,7 +98,7 @@ def rows_gradient(basis: Tensor, factor: Tensor, grad: Tensor, span_only: bool =
     """
     turned = torch.bmm(grad, basis.mT)
     if not span_only:
-        turned = turned.tril() + turned.tril_(-1).mT
+        turned = turned.tril() + turned.tril(-1).mT
     grad = torch.baddbmm(grad, turned, basis, alpha=-1)
     return torch.linalg.solve_triangular(factor, grad.mT, upper=False, left=False).mT.contiguous()
 
