@@ -40,7 +40,7 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 def host_can_look(tensor: Tensor) -> bool:
     """Whether Python may branch on a value of ``tensor`` for free: eagerly, and on the CPU.
 
-    On an accelerator a look is a synchronisation, and in a compiled graph or under ``vmap`` there is nothing to look at.
+    On an accelerator a look is a synchronisation; in a compiled graph or under ``vmap`` there is nothing to look at.
     """
     if torch.compiler.is_compiling() or tensor.device.type != "cpu":
         return False
