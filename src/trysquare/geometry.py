@@ -73,6 +73,9 @@ class ConvGeometry:
     def __post_init__(self) -> None:
         """Refuse what cannot be orthogonal."""
         self._check_channels()
+        for name, value in vars(type(self)).items():
+            if isinstance(value, cached_property):  # a compiled graph can read them, but not take their lock
+                getattr(self, name)
         if not self.orthogonal:
             return
         if not (self.row_orthogonal or self.column_orthogonal):

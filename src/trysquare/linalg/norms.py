@@ -58,6 +58,6 @@ def kernel_norm_bound(kernel: Tensor, dims: int) -> Tensor:
     for rows in combinations(range(dims), dims // 2):
         columns = [axis for axis in range(dims) if axis not in rows]
         order = [*range(first - 2), first - 2, *(first + a for a in rows), first - 1, *(first + a for a in columns)]
-        size = kernel.shape[first - 2] * prod(kernel.shape[first + a] for a in rows)
-        bounds.append(gram_norm_bound(kernel.permute(order).reshape(*kernel.shape[: first - 2], size, -1)))
+        matrix = kernel.permute(order).flatten(first - 2, first - 2 + len(rows)).flatten(first - 1)
+        bounds.append(gram_norm_bound(matrix))
     return torch.stack(bounds).amin(0) * taps**0.5
