@@ -3,6 +3,12 @@
 from trysquare import linalg
 from trysquare.export import to_torch
 from trysquare.layers import (
+    FourierOrthoConv1d,
+    FourierOrthoConv2d,
+    FourierOrthoConv3d,
+    FourierOrthoConvTranspose1d,
+    FourierOrthoConvTranspose2d,
+    FourierOrthoConvTranspose3d,
     OrthoConv1d,
     OrthoConv2d,
     OrthoConv3d,
@@ -18,6 +24,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
+    "FourierOrthoConv1d",
+    "FourierOrthoConv2d",
+    "FourierOrthoConv3d",
+    "FourierOrthoConvTranspose1d",
+    "FourierOrthoConvTranspose2d",
+    "FourierOrthoConvTranspose3d",
     "OrthoConv1d",
     "OrthoConv2d",
     "OrthoConv3d",

@@ -61,6 +61,9 @@ class ConvGeometry:
     ``trysquare.linalg.projectors``). The numbers are those of the convolution; a transposed layer
     has the geometry of the convolution that it is the adjoint of.
 
+    With ``orthogonal=False`` only a 1-Lipschitz kernel is asked for; then every geometry is fine, and what is said
+    about orthogonal kernels says what would be possible.
+
     Raises:
         ValueError: if no orthogonal kernel has these numbers, or if the only ones have nothing to
             learn.
@@ -76,12 +79,18 @@ class ConvGeometry:
     dilation: Sizes
     groups: int = 1
     parsimonious: bool = False
+    orthogonal: bool = True
 
     def __post_init__(self) -> None:
         """Refuse what cannot be orthogonal."""
         for name in ("in_channels", "out_channels", "groups"):
             object.__setattr__(self, name, positive(name, getattr(self, name)))
         self._check_channels()
+        for name, value in vars(type(self)).items():
+            if isinstance(value, cached_property):  # a compiled graph can read them, but not take their lock
+                getattr(self, name)
+        if not self.orthogonal:
+            return
         if not (self.row_orthogonal or self.column_orthogonal):
             raise ValueError(self._why_impossible())
         if self.inner_channels == 1 and prod(self.reach) == 1 and max(self.kernel_size) > 1:
@@ -258,7 +267,7 @@ class ConvGeometry:
                     f"circular padding {(left, right)} on axis {axis} repeats outputs: a kernel that extends over "
                     f"{extent} positions allows at most {extent - 1} in total; use padding='same'"
                 )
-            if total < extent - stride and not self.row_orthogonal:
+            if self.orthogonal and total < extent - stride and not self.row_orthogonal:
                 raise ValueError(
                     f"circular padding {(left, right)} on axis {axis} drops outputs, so {self.group_in} -> "
                     f"{self.group_out} channels cannot preserve norms; it takes at least {extent - stride} in total: "

@@ -43,10 +43,16 @@ def _symmetric(pads: Pads) -> bool:
     return all(left == right for left, right in pads)
 
 
-def _parametrization(method: str, geometry: ConvGeometry, orthogonalizer: str, weight: Tensor) -> Any:
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} must be one of {', '.join(map(repr, METHODS))}")
-    return METHODS[method](geometry, orthogonalizer, device=weight.device, dtype=weight.dtype)
+def _method(name: str, options: dict[str, Any]) -> Any:
+    """The class of a method, if it has these options."""
+    if name not in METHODS:
+        raise ValueError(f"method={name!r} must be one of {', '.join(map(repr, METHODS))}")
+    known = METHODS[name].options
+    for option in options:
+        if option not in known:
+            takes = f"its options are {', '.join(known)}" if known else "it has no options"
+            raise TypeError(f"method={name!r} got an unexpected keyword argument {option!r}; {takes}")
+    return METHODS[name]
 
 
 class _OrthogonalConvolution(ParametrizedWeight):
@@ -56,6 +62,7 @@ class _OrthogonalConvolution(ParametrizedWeight):
     geometry: ConvGeometry
     method: str
     orthogonalizer: str
+    options: dict[str, Any]
     # Declared by torch's classes, of which this is a mixin.
     weight: Any
     in_channels: Any
@@ -68,6 +75,43 @@ class _OrthogonalConvolution(ParametrizedWeight):
     padding_mode: Any
     _pads: Pads
     _padding_argument: str | Size
+    _kernel_argument: tuple[int, ...]
+
+    def _plan(
+        self,
+        channels: tuple[int, int],
+        sizes: tuple[tuple[int, ...], ...],
+        groups: int,
+        parsimonious: bool,
+        method: str,
+        orthogonalizer: str,
+        options: dict[str, Any],
+    ) -> ConvGeometry:
+        """Geometry of the convolution, with the size of the weight that the method makes of ``kernel_size``."""
+        find_orthogonalizer(orthogonalizer)
+        chosen = _method(method, options)
+        _, stride, dilation = sizes
+        kernel_size = chosen.full_kernel_size(*sizes, **options)
+        return ConvGeometry(*channels, kernel_size, stride, dilation, groups, parsimonious, chosen.orthogonal)
+
+    def _finish(
+        self,
+        geometry: ConvGeometry,
+        kernel_size: tuple[int, ...],
+        method: str,
+        orthogonalizer: str,
+        options: dict[str, Any],
+    ) -> None:
+        """Keep the arguments and parametrize the weight, once torch's constructor has run."""
+        self.geometry, self.method, self.orthogonalizer = geometry, method, orthogonalizer
+        self._kernel_argument, self.options = kernel_size, options
+        factory = {"device": self.weight.device, "dtype": self.weight.dtype}
+        self._parametrize_weight(_method(method, options)(geometry, orthogonalizer, **options, **factory))
+
+    @property
+    def truncation_error(self) -> float:
+        """Certified distance of the singular values from 1 that the method leaves besides rounding; 0 if none."""
+        return self.parametrization.truncation_error
 
     def _numbers(self, kernel_size: Size, stride: Size, dilation: Size) -> tuple[tuple[int, ...], ...]:
         named = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
@@ -76,7 +120,7 @@ class _OrthogonalConvolution(ParametrizedWeight):
     def _options(self) -> dict[str, Any]:
         """Arguments that a layer and its adjoint have in common."""
         return {
-            "kernel_size": self.geometry.kernel_size,
+            "kernel_size": self._kernel_argument,
             "stride": self.geometry.stride,
             "dilation": self.geometry.dilation,
             "groups": self.groups,
@@ -84,6 +128,7 @@ class _OrthogonalConvolution(ParametrizedWeight):
             "method": self.method,
             "orthogonalizer": self.orthogonalizer,
             "parsimonious": self.geometry.parsimonious,
+            **self.options,
         }
 
     def _share_weight(self, twin: _OrthogonalConvolution) -> Any:
@@ -104,9 +149,14 @@ class _OrthogonalConvolution(ParametrizedWeight):
         """The exact inverse: the bias is taken off, then the adjoint is applied. Shares all parameters with this layer.
 
         Raises:
-            ValueError: if the layer is not square (it does not map to as many numbers as it reads).
+            ValueError: if the layer is not square (it does not map to as many numbers as it reads), or not orthogonal.
         """
         geometry = self.geometry
+        if not self.parametrization.is_orthogonal:
+            raise ValueError(
+                f"method={self.method!r} makes this layer 1-Lipschitz, not orthogonal, so its adjoint is not its "
+                "inverse; use method='aoc'"
+            )
         if not geometry.square:
             needed = geometry.group_in * prod(geometry.stride)
             raise ValueError(
@@ -128,7 +178,11 @@ class _OrthogonalConvolution(ParametrizedWeight):
             else f", padding_mode={self.padding_mode}"
         )
         variant = ", parsimonious=True" if self.geometry.parsimonious else ""
-        return f"{super().extra_repr()}{mode}, method={self.method}, orthogonalizer={self.orthogonalizer}{variant}"
+        options = "".join(f", {name}={value}" for name, value in self.options.items())
+        if self._kernel_argument != self.geometry.kernel_size:
+            options += f", skew kernel {self._kernel_argument}, error < {self.truncation_error:.1e}"
+        ours = f"method={self.method}, orthogonalizer={self.orthogonalizer}{variant}{options}"
+        return f"{super().extra_repr()}{mode}, {ours}"
 
 
 class AffineInverse(nn.Module):
@@ -164,30 +218,30 @@ class _Convolution(_OrthogonalConvolution):
         method: str = "aoc",
         orthogonalizer: str = "cholesky",
         parsimonious: bool = False,
+        **options: Any,
     ) -> None:
-        kernel_size, stride, dilation = self._numbers(kernel_size, stride, dilation)
-        find_orthogonalizer(orthogonalizer)
-        geometry = ConvGeometry(in_channels, out_channels, kernel_size, stride, dilation, groups, parsimonious)
+        sizes = self._numbers(kernel_size, stride, dilation)
+        channels = (in_channels, out_channels)
+        geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
         pads = geometry.pads(padding, padding_mode)
         super().__init__(  # type: ignore[call-arg]
             geometry.in_channels,
             geometry.out_channels,
-            kernel_size,
-            stride,
+            geometry.kernel_size,
+            geometry.stride,
             0,
-            dilation,
+            geometry.dilation,
             geometry.groups,
             bias,
             padding_mode,
             device,
             dtype,
         )
-        self.geometry, self.method, self.orthogonalizer = geometry, method, orthogonalizer
         self._pads, self._padding_argument = pads, padding
         self._flat_pads, self._widest = _flat(pads), tuple(map(max, pads))
         self._needs_padding = any(self._widest)
         self.padding = tuple(left for left, _ in pads) if _symmetric(pads) else "same"
-        self._parametrize_weight(_parametrization(method, geometry, orthogonalizer, self.weight))
+        self._finish(geometry, sizes[0], method, orthogonalizer, options)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Convolve, as ``nn.Conv*d`` does.
@@ -272,31 +326,31 @@ class _TransposedConvolution(_OrthogonalConvolution):
         method: str = "aoc",
         orthogonalizer: str = "cholesky",
         parsimonious: bool = False,
+        **options: Any,
     ) -> None:
-        kernel_size, stride, dilation = self._numbers(kernel_size, stride, dilation)
-        find_orthogonalizer(orthogonalizer)
-        geometry = ConvGeometry(out_channels, in_channels, kernel_size, stride, dilation, groups, parsimonious)
+        sizes = self._numbers(kernel_size, stride, dilation)
+        channels = (out_channels, in_channels)
+        geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
         output_padding = per_axis("output_padding", output_padding, self.dims, least=0)
         pads = self._crops(geometry, padding, output_padding, padding_mode)
         super().__init__(  # type: ignore[call-arg]
             geometry.out_channels,
             geometry.in_channels,
-            kernel_size,
-            stride,
+            geometry.kernel_size,
+            geometry.stride,
             0,
             0,
             geometry.groups,
             bias,
-            dilation,
+            geometry.dilation,
             "zeros",
             device,
             dtype,
         )
-        self.geometry, self.method, self.orthogonalizer = geometry, method, orthogonalizer
         self._pads, self._padding_argument, self.padding_mode = pads, padding, padding_mode
         self.padding = tuple(left for left, _ in pads)
         self.output_padding = tuple(left - right for left, right in pads)
-        self._parametrize_weight(_parametrization(method, geometry, orthogonalizer, self.weight))
+        self._finish(geometry, sizes[0], method, orthogonalizer, options)
 
     @staticmethod
     def _crops(geometry: ConvGeometry, padding: str | Size, output_padding: tuple[int, ...], mode: str) -> Pads:
@@ -442,9 +496,12 @@ class OrthoConv2d(_Convolution, nn.Conv2d):
             ``trysquare.linalg.ORTHOGONALIZERS``.
         parsimonious: with a stride and no more outputs than inputs, use the paper's cheaper and
             less expressive kernel.
+        options: what the method has besides: ``terms`` and ``norm`` (``"soc"``), ``steps`` and ``q`` (``"aol"``),
+            ``rank`` (``"bro"``).
 
     Raises:
         ValueError: if no orthogonal layer has these numbers, naming them and a way out.
+        TypeError: if the method has no such option.
 
     >>> down = OrthoConv2d(64, 128, 3, stride=2)
     >>> down(torch.randn(1, 64, 32, 32)).shape

@@ -142,3 +142,24 @@ def adjoint(kernel: Tensor, groups: int = 1) -> Tensor:
 def identity(channels: int, dims: int, like: Tensor) -> Tensor:
     """The one-tap kernel ``(channels, channels, 1, ...)`` that changes nothing, of the dtype and device of ``like``."""
     return torch.eye(channels, dtype=like.dtype, device=like.device)[(..., *(None,) * dims)]
+
+
+def exponential_kernel(skew: Tensor, terms: int, *, dims: int) -> Tensor:
+    """Taylor polynomial of the exponential of a convolution, ``Σ_{j <= terms} Sʲ / j!``, as one kernel.
+
+    Args:
+        skew: ``(*batch, c, c, *k)`` with ``k`` odd, the origin in the middle.
+        terms: degree of the polynomial.
+        dims: number of kernel axes.
+
+    Returns:
+        ``(*batch, c, c, *(terms (k - 1) + 1))``.
+    """
+    one = identity(skew.shape[-dims - 1], dims, skew).expand(*skew.shape[: -dims - 2], *(-1,) * (dims + 2))
+    power = one
+    for term in range(terms, 0, -1):
+        power = compose(skew, power, dims=dims) / term
+        middle = tuple(size // 2 for size in _taps(power, dims))
+        pads = [amount for size in reversed(middle) for amount in (size, size)]
+        power = power + F.pad(one, pads)
+    return power

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from trysquare.geometry import Sizes
 from trysquare.linalg.precision import at_least_float32, full_precision
 from trysquare.parametrizations.search import search_free_tensors
 
@@ -76,6 +77,11 @@ class Parametrization(nn.Module, ABC):
     """
 
     like: Tensor
+    # Whether the weight of a layer is orthogonal in every geometry, so that geometries without an orthogonal kernel are
+    # refused. Methods that are only 1-Lipschitz take every geometry.
+    orthogonal: ClassVar[bool] = True
+    # Keyword arguments that the method has besides those of every method.
+    options: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -86,6 +92,21 @@ class Parametrization(nn.Module, ABC):
         self._slots: dict[str, Any] = {}
         self._passes = 0
         self._initial: Sequence[Tensor] | None = None
+
+    @classmethod
+    def full_kernel_size(cls, kernel_size: Sizes, stride: Sizes, dilation: Sizes, **options: Any) -> Sizes:
+        """Size of the weight that ``kernel_size`` asks for; another one only if the method says so."""
+        return kernel_size
+
+    @property
+    def is_orthogonal(self) -> bool:
+        """Whether this weight is orthogonal, up to ``truncation_error`` and rounding."""
+        return self.orthogonal
+
+    @property
+    def truncation_error(self) -> float:
+        """Certified distance of the singular values from 1 that the method itself leaves; 0 if it is exact."""
+        return 0.0
 
     @property
     @abstractmethod

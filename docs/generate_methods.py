@@ -1,0 +1,218 @@
+"""Write ``docs/methods.md``: what each method can do, every cell found out by running the layer.
+
+    python docs/generate_methods.py
+
+A cell is a tick only if the layer was built, applied to every basis vector in float64, and its singular values are what
+the first column says. For each cross and each reservation a footnote names the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import trysquare as ts
+from trysquare.linalg.fourier import RESPONSES
+
+TARGET = Path(__file__).parent / "methods.md"
+PLAIN = {1: ts.OrthoConv1d, 2: ts.OrthoConv2d, 3: ts.OrthoConv3d}
+TRANSPOSED = {1: ts.OrthoConvTranspose1d, 2: ts.OrthoConvTranspose2d, 3: ts.OrthoConvTranspose3d}
+FOURIER = {1: ts.FourierOrthoConv1d, 2: ts.FourierOrthoConv2d, 3: ts.FourierOrthoConv3d}
+FOURIER_TRANSPOSED = {
+    1: ts.FourierOrthoConvTranspose1d,
+    2: ts.FourierOrthoConvTranspose2d,
+    3: ts.FourierOrthoConvTranspose3d,
+}
+# column: cases (transposed, channels, kernel, options, sizes of the input) that all have to work
+FEATURES: dict[str, list[tuple[bool, tuple[int, int], Any, dict[str, Any], tuple[int, ...]]]] = {
+    "channel change": [(False, (5, 3), 3, {}, (4, 4)), (False, (3, 5), 3, {}, (4, 4))],
+    "stride": [
+        (False, (2, 8), 3, {"stride": 2}, (6, 6)),
+        (False, (3, 4), 3, {"stride": 2}, (6, 6)),
+        (False, (2, 11), 3, {"stride": (2, 2)}, (6, 6)),
+    ],
+    "transposed": [(True, (4, 4), 3, {}, (4, 4)), (True, (8, 2), 3, {"stride": 2}, (3, 3))],
+    "groups": [(False, (4, 4), 3, {"groups": 2}, (4, 4)), (False, (4, 6), 3, {"groups": 2, "stride": 2}, (4, 4))],
+    "dilation": [(False, (4, 4), 3, {"dilation": 2}, (5, 5))],
+    "1-D": [(False, (3, 4), 3, {}, (6,))],
+    "2-D": [(False, (4, 4), 3, {}, (5, 5))],
+    "3-D": [(False, (2, 2), (1, 3, 3), {}, (2, 3, 3))],
+}
+NOTES = {
+    "rko": "`rko` is orthogonal exactly where no input is read by two windows, `k <= s / gcd(s, d)` on each axis. "
+    "Elsewhere the reshaped matrix is not an orthogonal kernel: a row must be orthogonal to its own shifts too "
+    "(`W Wᵀ = I` asks for it at every lag), which an orthonormal matrix does not give. It is divided by the square "
+    "root of the number of windows that share an input, and 1-Lipschitz by the bound in `parametrizations/rko.py`.",
+    "aol": "`aol` rescales a free kernel by the row sums of `|WᵀW|`; the lemma behind it (diagonal dominance, "
+    "`parametrizations/aol.py`) bounds singular values from above only. They are all 1 if and only if the free kernel "
+    "is orthogonal up to the scale of its channels.",
+    "soc": "`soc` is the Taylor polynomial of an exponential. A polynomial of modulus 1 on an interval of the "
+    "imaginary axis is constant, so none is exactly orthogonal for every skew kernel; the layer states a certified error instead "
+    "(`layer.truncation_error`), which more `terms` make as small as wanted. `kernel_size` is that of the skew kernel "
+    "and must be odd: a skew kernel has a tap at `-j` for each tap at `j`.",
+    "sc-fac": "`sc-fac` kernels are separable: `K_ij = A_i M B_j`. Checked by the rank of the taps as a block matrix.",
+    "fourier": "A convolution built from free blocks at each frequency has a kernel as large as the image (a kernel of "
+    "`k` taps has only `prod(k)` degrees of freedom for the blocks of all frequencies), so it depends on the size of "
+    "the image: the blocks are rebuilt when that changes, and `layer.at_size(h, w)` exports plain layers for one size.",
+    "eco": "`eco` has no dilation to choose: its response repeats every `k` frequencies, and a response of period `k` "
+    "belongs to taps exactly `size / k` apart (the Poisson summation formula on a circular domain).",
+}
+
+
+@dataclass
+class Row:
+    """A method, and what was found out about it."""
+
+    name: str
+    make: Callable[..., Any]
+    export: Callable[[Any, tuple[int, ...]], nn.Module]
+    notes: list[str] = field(default_factory=list)
+
+
+def _explicit(name: str) -> Callable[..., Any]:
+    def make(transposed: bool, channels: tuple[int, int], kernel: Any, options: dict[str, Any], dims: int) -> Any:
+        layers = TRANSPOSED if transposed else PLAIN
+        return layers[dims](*channels, kernel, method=name, dtype=torch.float64, **options)
+
+    return make
+
+
+def _fourier(name: str) -> Callable[..., Any]:
+    def make(transposed: bool, channels: tuple[int, int], kernel: Any, options: dict[str, Any], dims: int) -> Any:
+        layers = FOURIER_TRANSPOSED if transposed else FOURIER
+        return layers[dims](*channels, kernel, method=name, dtype=torch.float64, **options)
+
+    return make
+
+
+def rows() -> list[Row]:
+    """One row for each method of the registries."""
+    explicit = [
+        Row(name, _explicit(name), lambda layer, sizes: ts.to_torch(layer), [name] if name in NOTES else [])
+        for name in ts.METHODS
+    ]
+    fourier = [
+        Row(name, _fourier(name), lambda layer, sizes: layer.at_size(*sizes), ["fourier"] + ["eco"] * (name == "eco"))
+        for name in RESPONSES
+    ]
+    return explicit + fourier
+
+
+@torch.no_grad()
+def singular_values(layer: nn.Module, shape: tuple[int, ...]) -> Tensor:
+    """From the response to every basis vector."""
+    basis = torch.eye(math.prod(shape), dtype=torch.float64).view(-1, *shape)
+    zero = layer(torch.zeros(1, *shape, dtype=torch.float64))
+    return torch.linalg.svdvals((layer(basis) - zero).flatten(1))
+
+
+def is_orthogonal(layer: nn.Module, shape: tuple[int, ...]) -> bool:
+    """Whether every singular value is 1, up to what the layer states."""
+    error = 1e-11 + getattr(layer, "truncation_error", 0.0)
+    return bool((singular_values(layer, shape) - 1).abs().max() < error)
+
+
+def works(row: Row, orthogonal: bool, cases: list[Any]) -> bool:
+    """Whether all cases can be built and have the spectrum that they should have."""
+    for transposed, channels, kernel, options, sizes in cases:
+        try:
+            layer = row.make(transposed, channels, kernel, options, len(sizes))
+        except ValueError:
+            return False
+        shape = (channels[0], *sizes)
+        values = singular_values(layer, shape)
+        if values.max() > 1 + 1e-11 + getattr(layer, "truncation_error", 0.0):
+            return False
+        if orthogonal and not is_orthogonal(layer, shape):
+            return False
+    return True
+
+
+def orthogonal_cell(row: Row) -> tuple[str, bool]:
+    """What the spectrum is without stride, and where kernel = stride."""
+    layer = row.make(False, (4, 4), 3, {}, 2)
+    error = getattr(layer, "truncation_error", 0.0)
+    if is_orthogonal(layer, (4, 5, 5)):
+        return (f"to {error:.0e}" if error else "✓"), True
+    try:
+        patches = row.make(False, (2, 18), 3, {"stride": 3}, 2)
+    except ValueError:
+        return "✗", False
+    return ("where kernel = stride" if is_orthogonal(patches, (2, 6, 6)) else "✗"), False
+
+
+def size_cell(row: Row) -> str:
+    """Size of the kernel of a layer that is asked for ``k``."""
+    layers = [row.make(False, (4, 4), k, {}, 2) for k in (3, 5)]
+    if hasattr(layers[0], "equivalent_kernel_size"):
+        image = layers[0].equivalent_kernel_size(6, 8) == (6, 8) == layers[0].at_size(6, 8)[1].kernel_size
+        return "image" if image else "?"
+    small, large = (layer.weight.shape[-1] for layer in layers)
+    if (small, large) != (3, 5):
+        return f"{(large - small) // 2} (k - 1) + 1"
+    taps = layers[0].weight.detach().permute(0, 2, 1, 3).reshape(12, 12)
+    return "k, separable" if torch.linalg.matrix_rank(taps, atol=1e-9) == 4 else "k"
+
+
+@torch.no_grad()
+def exports(row: Row) -> str:
+    """Whether plain torch layers compute the same."""
+    for channels, options in (((4, 6), {}), ((3, 8), {"stride": 2})):
+        layer, x = row.make(False, channels, 3, options, 2), torch.randn(1, channels[0], 20, 20, dtype=torch.float64)
+        plain = row.export(layer, (20, 20))
+        if not torch.allclose(plain(x), layer(x)) or any(isinstance(m, type(layer)) for m in plain.modules()):
+            return "✗"
+    return "one size" if hasattr(layer, "at_size") else "✓"
+
+
+def table() -> str:
+    """The table in Markdown, with footnotes."""
+    titles = ["method", "orthogonal", "kernel", *FEATURES, "export"]
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    used: list[str] = []
+    for row in rows():
+        torch.manual_seed(0)
+        exact, orthogonal = orthogonal_cell(row)
+        cells = [exact, size_cell(row)]
+        cells += ["✓" if works(row, orthogonal, cases) else "✗" for cases in FEATURES.values()]
+        cells.append(exports(row))
+        used += [note for note in row.notes if note not in used]
+        marks = "".join(f"[{used.index(note) + 1}]" for note in row.notes)
+        lines.append("| " + " | ".join([f"`{row.name}` {marks}".strip(), *cells]) + " |")
+    notes = [f"{index}. {NOTES[note]}" for index, note in enumerate(used, start=1)]
+    return "\n".join([*lines, "", *notes])
+
+
+def page() -> str:
+    """The whole page."""
+    return f"""# Methods
+
+Made by `python docs/generate_methods.py`, which builds and runs each layer; do not edit. A tick means: built natively,
+singular values found from the response to every basis vector in float64, all of them 1 (within 1e-11, or what the
+column *orthogonal* says), or at most 1 for the methods that are 1-Lipschitz. A geometry in which no orthogonal kernel
+exists is refused by every orthogonal method, for the reason in `geometry.py`.
+
+The first {len(ts.METHODS)} are `OrthoConv1d/2d/3d` and `OrthoConvTranspose1d/2d/3d` with `method=...`; the last
+{len(RESPONSES)} are `FourierOrthoConv1d/2d/3d` and `FourierOrthoConvTranspose1d/2d/3d` with `method=...`.
+
+{table()}
+
+```python
+layer = ts.OrthoConv2d(16, 32, 3, stride=2, method="soc", terms=6)
+assert layer.kernel_size == (14, 14)  # the equivalent kernel
+assert layer.truncation_error < 3e-4
+
+wide = ts.FourierOrthoConv2d(16, 32, 3, method="lot")
+assert wide.equivalent_kernel_size(20, 24) == (20, 24)
+```
+"""
+
+
+if __name__ == "__main__":
+    TARGET.write_text(page())

@@ -1,0 +1,151 @@
+"""Orthogonal convolutions of a circular domain, one orthonormal matrix for each frequency.
+
+On a circular domain of given sizes the Fourier transform makes a convolution block diagonal. If every block has
+orthonormal rows (or columns), so has the convolution; its kernel is then in general as large as the domain. Blocks are
+complex, with those of opposite frequencies conjugate to each other. Every complex entry ``a + bi`` can be replaced by
+the real block ``[[a, -b], [b, a]]`` without changing any sum, product, adjoint or inverse, so the real functions of
+``linalg.orthogonalize``, with their checks and exact gradients, serve here too; and because they commute with
+conjugation, the kernel stays real.
+
+=========== ============================================= =======================================================
+name        block                                         from
+=========== ============================================= =======================================================
+``cayley``  Cayley transform of the free block            Trockman and Kolter, 2021
+``lot``     ``W (W* W)^(-1/2)`` by a Newton iteration     Xu, Li and Li, 2022
+``eco``     exponential, of period ``k`` in frequency     Yu et al., 2022
+=========== ============================================= =======================================================
+
+ECO's kernel has ``k`` taps on an axis, ``size / k`` apart: its response repeats every ``k`` frequencies, so only
+``prod(k)`` matrices have to be built. Such a kernel exists only if ``k`` divides the size; otherwise the largest
+divisor below ``k`` takes its place and the outer taps of the free kernel are not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from trysquare.linalg.orthogonalize import cayley, exponential, newton_schulz
+from trysquare.linalg.precision import full_precision
+
+Sizes = tuple[int, ...]
+
+
+def as_real(matrix: Tensor) -> Tensor:
+    """``(..., n, m)`` complex to ``(..., 2 n, 2 m)`` real, each entry a block ``[[a, -b], [b, a]]``.
+
+    >>> from trysquare.linalg.fourier import as_real
+    >>> as_real(torch.tensor([[1 + 2j]]))
+    tensor([[ 1., -2.],
+            [ 2.,  1.]])
+    """
+    a, b = matrix.real, matrix.imag
+    blocks = torch.stack([torch.stack([a, -b], -1), torch.stack([b, a], -1)], -3)  # (..., n, 2, m, 2)
+    return blocks.flatten(-4, -3).flatten(-2)
+
+
+def as_complex(matrix: Tensor) -> Tensor:
+    """Undo ``as_real``."""
+    n, m = matrix.shape[-2] // 2, matrix.shape[-1] // 2
+    blocks = matrix.unflatten(-1, (m, 2)).unflatten(-3, (n, 2))  # (..., n, 2, m, 2)
+    return torch.complex(blocks[..., 0, :, 0].contiguous(), blocks[..., 1, :, 0].contiguous())
+
+
+def place_taps(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
+    """Put the taps of a kernel, the middle one at the origin, on a circular domain: ``(..., *k)`` to ``(..., *sizes)``.
+
+    Taps that fall on the same position are added.
+    """
+    first = kernel.ndim - len(sizes)
+    for axis, (size, d) in enumerate(zip(sizes, dilation, strict=True), start=first):
+        taps = kernel.shape[axis]
+        position = (torch.arange(taps, device=kernel.device) - (taps - 1) // 2) * d % size
+        shape = [*kernel.shape[:axis], size, *kernel.shape[axis + 1 :]]
+        kernel = kernel.new_zeros(shape).index_add(axis, position, kernel)
+    return kernel
+
+
+def _blocks(placed: Tensor, dims: int, half: bool) -> Tensor:
+    """Response ``(*frequencies, g, n, m)`` of torch's cross-correlation by a placed kernel ``(g, n, m, *sizes)``."""
+    axes = tuple(range(-dims, 0))
+    transform = torch.fft.rfftn(placed, dim=axes) if half else torch.fft.fftn(placed, dim=axes)
+    return transform.conj().resolve_conj().movedim(tuple(range(3, 3 + dims)), tuple(range(dims)))
+
+
+def _directly(orthogonalize: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Sizes, Sizes], Tensor]:
+    def response(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
+        free = _blocks(place_taps(kernel, sizes, dilation), len(sizes), half=True)
+        return as_complex(orthogonalize(as_real(free)))
+
+    return response
+
+
+def divisor_up_to(most: int, size: int) -> int:
+    """Largest divisor of ``size`` that is at most ``most``.
+
+    >>> from trysquare.linalg.fourier import divisor_up_to
+    >>> divisor_up_to(3, 32)
+    2
+    """
+    return next(k for k in range(min(most, size), 0, -1) if size % k == 0)
+
+
+def _eco(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
+    dims = len(sizes)
+    periods = tuple(divisor_up_to(k, size) for k, size in zip(kernel.shape[-dims:], sizes, strict=True))
+    for axis, period in enumerate(periods, start=3):
+        kernel = kernel.narrow(axis, (kernel.shape[axis] - period) // 2, period)
+    free = _blocks(place_taps(kernel, periods, (1,) * dims), dims, half=False)
+    blocks = as_complex(exponential(as_real(free)))
+    frequencies = (*sizes[:-1], sizes[-1] // 2 + 1)
+    for axis, (count, period) in enumerate(zip(frequencies, periods, strict=True)):
+        blocks = blocks.index_select(axis, torch.arange(count, device=blocks.device) % period)
+    return blocks
+
+
+RESPONSES: dict[str, Callable[[Tensor, Sizes, Sizes], Tensor]] = {
+    "cayley": _directly(cayley),
+    "lot": _directly(newton_schulz),
+    "eco": _eco,
+}
+
+
+def orthogonal_response(kernel: Tensor, sizes: Sizes, dilation: Sizes, method: str) -> Tensor:
+    """Orthonormal blocks of a real convolution on a circular domain.
+
+    Args:
+        kernel: free kernel ``(g, n, m, *k)``, float32 or float64.
+        sizes: sizes of the domain, any.
+        dilation: distance of the taps of the free kernel; ECO has its own.
+        method: a key of ``RESPONSES``.
+
+    Returns:
+        ``(*sizes with the last one halved, g, n, m)``, complex: the blocks at the frequencies that ``rfftn`` keeps.
+
+    Raises:
+        ArithmeticError: if the free kernel is outside of the domain of the method, such as a kernel without full rank
+            at some frequency for ``"lot"``.
+    """
+    with full_precision(kernel):
+        return RESPONSES[method](kernel, sizes, dilation)
+
+
+def apply_response(response: Tensor, x: Tensor, dims: int) -> Tensor:
+    """Convolve ``(b, g m, *sizes)`` by the blocks ``(*frequencies, g, n, m)``: ``(b, g n, *sizes)``, real."""
+    axes, sizes = tuple(range(-dims, 0)), x.shape[-dims:]
+    groups = response.shape[dims]
+    with full_precision(x):
+        spectrum = torch.fft.rfftn(x.unflatten(1, (groups, -1)), dim=axes)  # (b, g, m, *frequencies)
+        columns = spectrum.permute(*range(3, 3 + dims), 1, 2, 0)
+        product = torch.matmul(response, columns)
+        back = product.permute(dims + 2, dims, dims + 1, *range(dims))
+        return torch.fft.irfftn(back, s=sizes, dim=axes).flatten(1, 2)
+
+
+def explicit_kernel(response: Tensor, sizes: Sizes) -> Tensor:
+    """Kernel ``(g, n, m, *sizes)`` of the blocks, its first tap at the origin."""
+    dims = len(sizes)
+    blocks = response.movedim(tuple(range(dims)), tuple(range(3, 3 + dims))).conj().resolve_conj()
+    return torch.fft.irfftn(blocks, s=sizes, dim=tuple(range(-dims, 0)))

@@ -1,0 +1,222 @@
+"""Convolutions built in the Fourier domain, against the dense oracle."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import trysquare as ts
+from tests.oracle import dense, distance_from_orthogonal
+from trysquare.linalg.fourier import RESPONSES, as_complex, as_real, divisor_up_to
+
+PLAIN = {1: ts.FourierOrthoConv1d, 2: ts.FourierOrthoConv2d, 3: ts.FourierOrthoConv3d}
+TRANSPOSED = {
+    1: ts.FourierOrthoConvTranspose1d,
+    2: ts.FourierOrthoConvTranspose2d,
+    3: ts.FourierOrthoConvTranspose3d,
+}
+FEATURES = {
+    "square": (False, (4, 4), 3, {}, (4, 6)),
+    "odd sizes": (False, (3, 3), 3, {}, (3, 5)),
+    "fewer channels": (False, (5, 2), 3, {}, (4, 4)),
+    "more channels": (False, (2, 5), 3, {}, (6, 4)),
+    "stride": (False, (2, 8), 3, {"stride": 2}, (6, 6)),
+    "stride, few": (False, (2, 3), 3, {"stride": (2, 1)}, (6, 6)),
+    "stride, many": (False, (1, 6), 3, {"stride": 2}, (6, 4)),
+    "groups": (False, (4, 6), 3, {"groups": 2}, (3, 3)),
+    "kernel larger than the image": (False, (3, 3), 5, {}, (2, 3)),
+    "transposed": (True, (8, 2), 3, {"stride": 2}, (3, 3)),
+    "transposed groups": (True, (4, 6), 3, {"groups": 2}, (3, 2)),
+    "1-D": (False, (3, 4), 5, {"stride": 2}, (10,)),
+    "1-D transposed": (True, (3, 4), 5, {"stride": 2}, (5,)),
+    "3-D": (False, (2, 3), 3, {"stride": (1, 2, 1)}, (3, 2, 4)),
+    "3-D transposed": (True, (2, 2), 3, {}, (3, 2, 4)),
+}
+
+
+@pytest.fixture(params=RESPONSES)
+def method(request):
+    return request.param
+
+
+def make(method, feature, dtype=torch.float64):
+    transposed, channels, kernel, options, sizes = FEATURES[feature]
+    layer = (TRANSPOSED if transposed else PLAIN)[len(sizes)](*channels, kernel, method=method, dtype=dtype, **options)
+    return layer, (channels[0], *sizes)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_orthogonal_at_the_start_and_after_training(method, feature):
+    layer, shape = make(method, feature)
+    assert distance_from_orthogonal(layer, shape) < 1e-11
+    x = torch.randn(2, *shape, dtype=torch.float64)
+    y = torch.randn_like(layer(x))
+    optimizer = torch.optim.Adam(layer.parameters(), 0.05)
+    before = layer.weight.detach().clone()
+    for _ in range(5):
+        optimizer.zero_grad()
+        (layer(x) - y).square().mean().backward()
+        optimizer.step()
+    assert (layer.weight.detach() - before).abs().max() > 0.01
+    assert distance_from_orthogonal(layer, shape) < 1e-11
+
+
+@pytest.mark.parametrize("feature", ["square", "fewer channels", "stride, many", "groups", "1-D", "3-D"])
+def test_adjoint_and_explicit_kernel(method, feature):
+    layer, shape = make(method, feature)
+    matrix = dense(layer, shape)
+    output = tuple(layer(torch.zeros(1, *shape, dtype=torch.float64)).shape[1:])
+    torch.testing.assert_close(dense(layer.adjoint(), output), matrix.T)
+    plain = layer.at_size(*shape[1:])
+    x = torch.randn(2, *shape, dtype=torch.float64)
+    torch.testing.assert_close(plain(x), layer(x))
+    assert all(type(m).__module__.startswith("torch.nn") for m in plain.modules())
+    assert layer.equivalent_kernel_size(*shape[1:]) == tuple(plain[1].kernel_size) == shape[1:]
+
+
+def test_it_is_a_convolution(method):
+    """Shifting the input by a multiple of the stride shifts the output."""
+    layer, shape = make(method, "stride")
+    x = torch.randn(1, *shape, dtype=torch.float64)
+    torch.testing.assert_close(layer(x.roll((2, 4), (-2, -1))), layer(x).roll((1, 2), (-2, -1)))
+
+
+@pytest.mark.parametrize("feature", ["odd sizes", "fewer channels"])
+def test_gradients(method, feature):
+    layer, shape = make(method, feature)
+    x = torch.randn(1, *shape, dtype=torch.float64, requires_grad=True)
+
+    def function(weight, x):
+        return torch.func.functional_call(layer, {"weight": weight}, (x,))
+
+    assert torch.autograd.gradcheck(function, (layer.weight.detach().clone().requires_grad_(), x))
+
+
+def test_any_size_at_run_time_and_one_cached_response(method, monkeypatch):
+    layer, _ = make(method, "square", torch.float32)
+    layer.eval()
+    built = []
+    original = layer._built
+    monkeypatch.setattr(layer, "_built", lambda sizes: built.append(sizes) or original(sizes))
+    with torch.no_grad():
+        for sizes in ((4, 4), (4, 4), (5, 7), (5, 7), (4, 4)):
+            assert layer(torch.randn(1, 4, *sizes)).shape == (1, 4, *sizes)
+        assert built == [(4, 4), (5, 7), (4, 4)]
+        x = torch.randn(1, 4, 4, 4)
+        before = layer(x)
+        layer.weight.mul_(0.5).add_(0.1)
+        assert not torch.allclose(layer(x), before)
+        layer.weight.data = torch.randn_like(layer.weight)
+        after = layer(x)
+    torch.testing.assert_close(layer.train()(x).detach(), after)
+    layer.eval()
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_habits(method):
+    layer, shape = make(method, "stride, few", torch.float32)
+    assert distance_from_orthogonal(layer, shape) < 1e-5
+    x = torch.randn(1, *shape)
+    expected = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(layer(x), expected)
+    other, _ = make(method, "stride, few", torch.float32)
+    other.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(other(x), expected)
+    torch.testing.assert_close(copy.deepcopy(layer)(x), expected)
+    torch.testing.assert_close(layer(x[0]), expected[0])
+    assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+    text = repr(layer)
+    assert f"method={method}" in text
+    assert "equivalent kernel as large as the image" in text
+
+
+def test_lot_leaves_orthogonal_kernels_as_they_are():
+    """The polar factor of an orthogonal kernel is that kernel: the layer is then torch's convolution."""
+    reference = ts.OrthoConv2d(4, 4, 3, dtype=torch.float64)
+    layer = ts.FourierOrthoConv2d(4, 4, 3, method="lot", dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.copy_(reference.weight[None])
+        layer.bias.copy_(reference.bias)
+    x = torch.randn(2, 4, 6, 5, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), reference(x))
+
+
+def test_lot_is_the_inverse_root_and_says_when_there_is_none():
+    layer = ts.FourierOrthoConv2d(2, 3, 3, method="lot", dtype=torch.float64, bias=False)
+    free = nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular", bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        free.weight.copy_(layer.weight[0])
+    matrix = dense(free, (2, 5, 5))
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    torch.testing.assert_close(dense_without_bias(layer, (2, 5, 5)), left @ right)
+    with torch.no_grad():
+        layer.weight.zero_()
+    with pytest.raises(ArithmeticError, match="newton_schulz"):
+        layer(torch.zeros(1, 2, 4, 4, dtype=torch.float64))
+
+
+def dense_without_bias(layer, shape):
+    basis = torch.eye(torch.Size(shape).numel(), dtype=torch.float64).view(-1, *shape)
+    return layer(basis).detach().flatten(1).T
+
+
+def test_cayley_is_the_transform_of_the_dense_skew_matrix():
+    layer = ts.FourierOrthoConv2d(3, 3, 3, method="cayley", dtype=torch.float64, bias=False)
+    free = nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular", bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        free.weight.copy_(layer.weight[0])
+    matrix = dense(free, (3, 4, 5))
+    skew = matrix.T - matrix  # the transform is that of the adjoint block
+    eye = torch.eye(len(matrix), dtype=torch.float64)
+    expected = torch.linalg.solve(eye + skew, eye - skew).T
+    torch.testing.assert_close(dense_without_bias(layer, (3, 4, 5)), expected)
+
+
+def test_eco_has_few_taps_far_apart():
+    layer = ts.FourierOrthoConv2d(2, 2, 3, method="eco", dtype=torch.float64, bias=False)
+    kernel = layer.at_size(6, 9)[1].weight.detach()
+    assert set(map(tuple, kernel.abs().amax((0, 1)).gt(1e-12).nonzero().tolist())) == {
+        (i, j) for i in (0, 2, 4) for j in (0, 3, 6)
+    }
+    assert divisor_up_to(3, 8) == 2
+    assert divisor_up_to(5, 3) == 3
+    with pytest.raises(ValueError, match="has no meaning for method='eco'"):
+        ts.FourierOrthoConv2d(2, 2, 3, dilation=2, method="eco")
+
+
+@pytest.mark.parametrize("method", ["cayley", "lot"])
+def test_dilation_of_the_free_kernel(method):
+    layer = ts.FourierOrthoConv2d(3, 3, 3, dilation=2, method=method, dtype=torch.float64)
+    assert distance_from_orthogonal(layer, (3, 6, 5)) < 1e-11
+
+
+def test_complex_matrices_as_real_ones():
+    a, b = torch.randn(2, 3, 4, dtype=torch.complex128), torch.randn(2, 4, 5, dtype=torch.complex128)
+    torch.testing.assert_close(as_complex(as_real(a)), a)
+    torch.testing.assert_close(as_real(a) @ as_real(b), as_real(a @ b))
+    torch.testing.assert_close(as_real(a).mT, as_real(a.mH))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"method": "magic"}, "method='magic'"), ({"in_channels": 0}, "in_channels=0"), ({"groups": 3}, "groups=3"),
+        ({"stride": 0}, "stride=0"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        ts.FourierOrthoConv2d(**{"in_channels": 4, "out_channels": 4, "kernel_size": 3, **arguments})
+
+
+def test_inputs_that_do_not_fit():
+    layer = ts.FourierOrthoConv2d(4, 4, 3, stride=2)
+    with pytest.raises(ValueError, match="multiples of stride"):
+        layer(torch.zeros(1, 4, 5, 4))
+    with pytest.raises(ValueError, match="must be"):
+        layer(torch.zeros(1, 3, 4, 4))
+    with pytest.raises(ValueError, match="must be"):
+        ts.FourierOrthoConvTranspose2d(4, 4, 3)(torch.zeros(1, 3, 4, 4))
