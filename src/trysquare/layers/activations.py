@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.linalg.precision import at_least_float32
+from trysquare.linalg.sorting import max_min
 
 
 def _check_positive(name: str, value: int) -> None:
@@ -56,11 +57,7 @@ class MaxMin(nn.Module):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Sort pairs."""
         axis = _after(self.dim)
-        first, second = _grouped(input, 2, self.dim).unbind(axis)
-        # Not maximum and minimum: at ties they halve the gradient, which is no permutation.
-        swap = second > first
-        pair = (torch.where(swap, second, first), torch.where(swap, first, second))
-        return torch.stack(pair, axis).flatten(*_merged(axis))
+        return max_min(_grouped(input, 2, self.dim), axis).flatten(*_merged(axis))
 
     def extra_repr(self) -> str:
         """Axis, where it is not torch's."""
@@ -130,7 +127,8 @@ class Abs(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Absolute value."""
-        return torch.where(input < 0, -input, input)
+        # A factor and not abs(): its slope at 0 is 0.
+        return input * torch.where(input < 0, -1.0, 1.0).to(input.dtype)
 
 
 class Householder(nn.Module):
