@@ -14,7 +14,8 @@ def _names(namespace):
     torch.manual_seed(0)
 
 
+# Sybil matches with Path.match, where ** is no more than *: a pattern for each depth.
 pytest_collect_file = (
     Sybil(parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/*.md"], setup=_names)
-    + Sybil(parsers=[DocTestParser()], patterns=["src/**/*.py"], setup=_names)
+    + Sybil(parsers=[DocTestParser()], patterns=["src/*/*.py", "src/*/*/*.py"], setup=_names)
 ).pytest()

@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from trysquare.layers.base import ParametrizedWeight
-
 
 def to_torch(model: nn.Module) -> nn.Module:
     """Copy a model with every layer of ours replaced by plain ``torch.nn`` layers of the same function.
+
+    Replaced is every module that has a method ``as_torch``, which returns a plain module: layers
+    and blocks whose weights are functions of free tensors. Activations, pooling and the like have
+    no free tensors and no counterpart in ``torch.nn``, and are copied as they are.
 
     The original is not touched. Layers that occur several times stay shared. Plain circular padding
     cannot wrap around more than once, so the copy refuses feature maps smaller than the padding.
@@ -20,5 +22,7 @@ def to_torch(model: nn.Module) -> nn.Module:
     >>> type(plain[0]).__name__
     'Conv2d'
     """
-    replaced: dict[int, Any] = {id(m): m.as_torch() for m in model.modules() if isinstance(m, ParametrizedWeight)}
+    modules: list[Any] = list(model.modules())
+    # A copy that is given beforehand replaces the module wherever it occurs.
+    replaced: dict[int, Any] = {id(m): m.as_torch() for m in modules if callable(getattr(m, "as_torch", None))}
     return copy.deepcopy(model, replaced)

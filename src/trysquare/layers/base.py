@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any, Self
 
@@ -50,25 +50,21 @@ class ParametrizedWeight(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw new free tensors and a new bias (uniform, as torch does)."""
+        self._reset(self.weight.shape)
+
+    def _reset(self, shape: Sequence[int]) -> None:
+        """Draw new free tensors, and the bias of a layer whose kernel has this shape."""
         if parametrize.is_parametrized(self, "weight"):
             self.parametrization.redraw(self.free_tensors)
         if self.bias is not None:
-            bound = prod(self.weight.shape[1:]) ** -0.5
+            bound = prod(shape[1:]) ** -0.5
             nn.init.uniform_(self.bias, -bound, bound)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move and cast, but keep free tensors in float32 or better: the weight is rounded, not its sources."""
         if not parametrize.is_parametrized(self, "weight"):
             return super()._apply(fn, recurse)
-        keep = {id(t) for tensor in self.free_tensors for t in (tensor, tensor.grad) if t is not None}
-
-        def cast(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            if id(tensor) in keep and moved.dtype != at_least_float32(moved.dtype):
-                return tensor.to(moved.device)
-            return moved
-
-        return super()._apply(cast, recurse)
+        return super()._apply(keeping_precision(fn, self.free_tensors), recurse)
 
     def as_torch(self) -> nn.Module:
         """The same function in plain ``torch.nn`` layers, with the present weight."""
@@ -80,6 +76,19 @@ class ParametrizedWeight(nn.Module):
     def __repr__(self) -> str:
         """One line: geometry and method."""
         return f"{self._get_name()}({self.extra_repr()})"
+
+
+def keeping_precision(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> Callable[[Tensor], Tensor]:
+    """``fn``, except that it does not cast ``tensors`` and their gradients below float32."""
+    keep = {id(t) for tensor in tensors for t in (tensor, tensor.grad) if t is not None}
+
+    def cast(tensor: Tensor) -> Tensor:
+        moved = fn(tensor)
+        if id(tensor) in keep and moved.dtype != at_least_float32(moved.dtype):
+            return tensor.to(moved.device)
+        return moved
+
+    return cast
 
 
 @torch.no_grad()

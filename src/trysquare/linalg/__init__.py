@@ -13,20 +13,27 @@ from trysquare.linalg.orthogonalize import (
 )
 from trysquare.linalg.orthonormal import orthonormal_rows, recondition
 from trysquare.linalg.projectors import grow
+from trysquare.linalg.rescaling import contract_rows, norm_bound, unit_rows
+from trysquare.linalg.sandwich import cayley_pair, sandwich_pair
 
 __all__ = [
     "ORTHOGONALIZERS",
     "adjoint",
     "bjorck",
     "cayley",
+    "cayley_pair",
     "cholesky",
     "compose",
+    "contract_rows",
     "exponential",
     "grow",
     "identity",
     "newton_schulz",
+    "norm_bound",
     "orthogonalizer",
     "orthonormal_rows",
     "qr",
     "recondition",
+    "sandwich_pair",
+    "unit_rows",
 ]

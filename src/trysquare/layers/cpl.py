@@ -1,0 +1,107 @@
+"""Convex potential layers (Meunier et al., 2022): residual blocks made 1-Lipschitz by one norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trysquare.layers.potential import Contraction, PotentialConv, PotentialLinear
+from trysquare.linalg.rescaling import norm_bound
+
+
+class NormContraction(Contraction):
+    """``K / bound`` for a free kernel ``K`` and an upper bound of its norm."""
+
+    def __init__(self, shape: tuple[int, ...], steps: int, **factory: Any) -> None:
+        super().__init__(shape, **factory)
+        self.steps = steps
+
+    @property
+    def free_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The kernel."""
+        return (self.shape,)
+
+    def draw(self) -> list[Tensor]:
+        """A normal kernel."""
+        return [self._draw_kernel()]
+
+    def build(self, *free: Tensor) -> Tensor:
+        """Divide by the bound."""
+        bound = norm_bound(free[0], self.steps)
+        return free[0] / torch.where(bound > 0, bound, 1.0)
+
+    def extra_repr(self) -> str:
+        """Shape and quality of the bound."""
+        return f"{self.shape}, steps={self.steps}"
+
+
+class CPLLinear(PotentialLinear):
+    """``x - 2 / ‖W‖² Wᵀ σ(W x + b)`` for vectors, 1-Lipschitz; ``‖W‖`` is bounded from above.
+
+    Args:
+        features: size of input and output.
+        hidden_features: rows of ``W``; ``features`` if not given.
+        bias: whether there is a learnable ``b``.
+        device: device of the parameters.
+        dtype: dtype of the weight; free tensors are kept in float32 or float64.
+        activation: acts entry by entry with slopes between 0 and 1; ReLU if not given.
+        steps: squarings in ``trysquare.linalg.norm_bound``.
+
+    >>> CPLLinear(16, 32)(torch.randn(2, 16)).shape
+    torch.Size([2, 16])
+    """
+
+    def __init__(self, *args: Any, steps: int = 4, **kwargs: Any) -> None:
+        super().__init__(*args, steps=steps, **kwargs)
+
+    def _contraction(self, shape: tuple[int, ...], **options: Any) -> Contraction:
+        return NormContraction(shape, **options)
+
+
+class CPLBlock(PotentialConv):
+    """``x - 2 / ‖K‖² Kᵀ σ(K x + b)`` with a convolution ``K``, 1-Lipschitz.
+
+    The norm is bounded from above on feature maps of every size (``trysquare.linalg.norm_bound``).
+    The power iteration of the original method approaches it from below, and so does not certify.
+    Two dimensions; ``CPLBlock1d`` and ``3d`` have one and three.
+
+    Args:
+        channels: channels of input and output.
+        hidden_channels: channels of ``K x``; ``channels`` if not given.
+        kernel_size: size of the kernel.
+        bias: whether there is a learnable ``b``.
+        padding_mode: ``"circular"`` or ``"zeros"``.
+        device: device of the parameters.
+        dtype: dtype of the weight; free tensors are kept in float32 or float64.
+        activation: acts entry by entry with slopes between 0 and 1; ReLU if not given.
+        steps: squarings in ``trysquare.linalg.norm_bound``; more are tighter and cost more.
+
+    >>> CPLBlock2d(8)(torch.randn(1, 8, 6, 6)).shape
+    torch.Size([1, 8, 6, 6])
+    """
+
+    def __init__(self, *args: Any, steps: int = 1, **kwargs: Any) -> None:
+        super().__init__(*args, steps=steps, **kwargs)
+
+    def _contraction(self, shape: tuple[int, ...], **options: Any) -> Contraction:
+        return NormContraction(shape, **options)
+
+
+class CPLBlock1d(CPLBlock):
+    """The block in one dimension; see ``CPLBlock``."""
+
+    dims = 1
+
+
+class CPLBlock2d(CPLBlock):
+    """The block in two dimensions; see ``CPLBlock``."""
+
+    dims = 2
+
+
+class CPLBlock3d(CPLBlock):
+    """The block in three dimensions; see ``CPLBlock``."""
+
+    dims = 3

@@ -1,0 +1,99 @@
+"""SDP-based Lipschitz layers (Araujo et al., 2023): residual blocks made 1-Lipschitz by rescaling hidden channels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trysquare.layers.potential import Contraction, PotentialConv, PotentialLinear
+from trysquare.linalg.rescaling import contract_rows
+
+
+class RowContraction(Contraction):
+    """``T^(-1/2) K`` for a free kernel ``K`` and free logarithms of the weights ``q`` that ``T`` depends on."""
+
+    @property
+    def free_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Kernel and logarithms of the weights."""
+        return self.shape, self.shape[:1]
+
+    def draw(self) -> list[Tensor]:
+        """A normal kernel and equal weights."""
+        return [self._draw_kernel(), torch.zeros(self.shape[0], dtype=torch.float64)]
+
+    def build(self, *free: Tensor) -> Tensor:
+        """Rescale the hidden channels."""
+        kernel, log_q = free
+        return contract_rows(kernel, log_q.exp())
+
+    def extra_repr(self) -> str:
+        """Shape."""
+        return f"{self.shape}, rescaled by row sums of K Kᵀ"
+
+
+class SLLLinear(PotentialLinear):
+    """``x - 2 W T⁻¹ σ(Wᵀ x + b)`` for vectors, 1-Lipschitz.
+
+    ``T`` is diagonal with ``T_i = Σ_j |WᵀW|_ij q_j / q_i`` for learnable positive ``q``, split
+    evenly between the two sides of the activation.
+
+    Args:
+        features: size of input and output.
+        hidden_features: columns of ``W``; ``features`` if not given.
+        bias: whether there is a learnable ``b``.
+        device: device of the parameters.
+        dtype: dtype of the weight; free tensors are kept in float32 or float64.
+        activation: acts entry by entry with slopes between 0 and 1; ReLU if not given.
+
+    >>> SLLLinear(16)(torch.randn(2, 16)).shape
+    torch.Size([2, 16])
+    """
+
+    def _contraction(self, shape: tuple[int, ...], **options: Any) -> Contraction:
+        return RowContraction(shape, **options)
+
+
+class SLLBlock(PotentialConv):
+    """``x - 2 Kᵀ σ(K x + b)`` with a convolution ``K`` that is rescaled to be 1-Lipschitz; the block is so too.
+
+    Each hidden channel is divided by ``sqrt(T_i)``, ``T_i = Σ_j |K Kᵀ|_ij q_j / q_i`` over channels
+    and taps with learnable positive ``q``: 1-Lipschitz on feature maps of every size. Two
+    dimensions; ``SLLBlock1d`` and ``3d`` have one and three. ``SLLAOCBlock`` also changes the
+    number of channels and the resolution.
+
+    Args:
+        channels: channels of input and output.
+        hidden_channels: channels of ``K x``; ``channels`` if not given.
+        kernel_size: size of the kernel.
+        bias: whether there is a learnable ``b``.
+        padding_mode: ``"circular"`` or ``"zeros"``.
+        device: device of the parameters.
+        dtype: dtype of the weight; free tensors are kept in float32 or float64.
+        activation: acts entry by entry with slopes between 0 and 1; ReLU if not given.
+
+    >>> SLLBlock2d(8, 16)(torch.randn(1, 8, 6, 6)).shape
+    torch.Size([1, 8, 6, 6])
+    """
+
+    def _contraction(self, shape: tuple[int, ...], **options: Any) -> Contraction:
+        return RowContraction(shape, **options)
+
+
+class SLLBlock1d(SLLBlock):
+    """The block in one dimension; see ``SLLBlock``."""
+
+    dims = 1
+
+
+class SLLBlock2d(SLLBlock):
+    """The block in two dimensions; see ``SLLBlock``."""
+
+    dims = 2
+
+
+class SLLBlock3d(SLLBlock):
+    """The block in three dimensions; see ``SLLBlock``."""
+
+    dims = 3

@@ -1,0 +1,141 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import trysquare as ts
+from tests.jacobians import assert_isometric, assert_one_lipschitz, exact, randomise, train
+
+SHAPE = (4, 3, 3)
+
+
+def branch(channels=4):
+    return nn.Sequential(ts.OrthoConv2d(channels, channels, 3), ts.MaxMin(), ts.OrthoConv2d(channels, channels, 1))
+
+
+BLOCKS = [
+    lambda: ts.LearnableResidual(branch()),
+    lambda: ts.LearnableResidual(branch(), scale=-0.3, learnable_skip=True),
+    lambda: ts.ConvexResidual(branch()),
+    lambda: ts.ConvexResidual(branch(), weight=0.9),
+    lambda: ts.ConcatResidual(branch(2)),
+    lambda: ts.L2Residual(branch()),
+    lambda: ts.DepthwiseResidualBlock2d(4),
+    lambda: ts.DepthwiseResidualBlock2d(4, (1, 3), multiplier=3, padding_mode="zeros", orthogonalizer="qr"),
+]
+
+
+@pytest.mark.parametrize("make", BLOCKS)
+@pytest.mark.parametrize("state", ["fresh", "moved", "trained"])
+def test_never_amplifies(make, state):
+    block = make()
+    if state == "moved":
+        randomise(block)
+    if state == "trained":
+        train(block, SHAPE)
+    assert_one_lipschitz(block, SHAPE)
+
+
+def test_concatenation_keeps_isometries():
+    assert_isometric(ts.ConcatResidual(branch(2)), SHAPE)
+
+
+def test_formulas():
+    f, x = nn.Linear(3, 3), torch.randn(2, 3)
+    block = ts.LearnableResidual(f, scale=-2.0)
+    torch.testing.assert_close(block(x), (x + f(-2 * x)) / 3)
+    torch.testing.assert_close(ts.ConvexResidual(f, weight=0.25)(x), 0.75 * x + 0.25 * f(x))
+    torch.testing.assert_close(ts.L2Residual(f)(x), ((x.square() + f(x).square()) / 2).sqrt())
+    y = torch.randn(2, 6)
+    torch.testing.assert_close(ts.ConcatResidual(f)(y), torch.cat((y[:, :3], f(y[:, 3:])), 1))
+
+
+def test_tight_when_skip_and_branch_agree():
+    block = exact(ts.LearnableResidual(nn.Identity()))
+    assert assert_one_lipschitz(block, (4,)) == pytest.approx(1)
+
+
+def test_shortcut_changes_the_shape():
+    block = ts.LearnableResidual(ts.OrthoConv2d(4, 8, 3, stride=2), ts.OrthoConv2d(4, 8, 2, stride=2))
+    assert block(torch.randn(1, 4, 4, 4)).shape == (1, 8, 2, 2)
+    assert_one_lipschitz(block, (4, 4, 4))
+
+
+def test_factors_that_vanish():
+    block = ts.LearnableResidual(nn.Linear(3, 3), scale=0.0, learnable_skip=True)
+    x = torch.randn(2, 3, requires_grad=True)
+    torch.testing.assert_close(block(x), x + block.branch.bias)
+    with torch.no_grad():
+        block.skip_scale.zero_()
+    y = block(x)
+    assert torch.equal(y, torch.zeros(2, 3))
+    y.sum().backward()
+    assert x.grad.isfinite().all()
+    assert block.scale.grad.isfinite()
+
+
+def test_l2_gradient_is_safe_at_zero():
+    block = ts.L2Residual(nn.Identity())
+    x = torch.zeros(2, 3, requires_grad=True)
+    block(x).sum().backward()
+    assert torch.equal(x.grad, torch.zeros(2, 3))
+    assert block.angle.grad.isfinite()
+
+
+@pytest.mark.parametrize("make", BLOCKS)
+def test_dtypes_state_and_export(make):
+    block, other = randomise(make()), make()
+    x = torch.randn(2, *SHAPE)
+    other.load_state_dict(block.state_dict())
+    assert torch.equal(other(x), block(x))
+    torch.testing.assert_close(ts.to_torch(block)(x), block(x), atol=1e-5, rtol=1e-4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert block(x).isfinite().all()
+    short = copy.deepcopy(block).bfloat16()
+    assert short(x.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("cls", [ts.LearnableResidual, ts.ConvexResidual, ts.L2Residual])
+def test_gradcheck(cls):
+    block = randomise(cls(nn.Linear(3, 3)).double())
+    names, values = zip(*block.named_parameters(), strict=True)
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+
+    def call(x, *free):
+        return torch.func.functional_call(block, dict(zip(names, free, strict=True)), x)
+
+    assert torch.autograd.gradcheck(call, (x, *values))
+
+
+@pytest.mark.parametrize(
+    ("cls", "shape"), [(ts.DepthwiseResidualBlock1d, (4, 5)), (ts.DepthwiseResidualBlock3d, (2, 3, 2, 2))]
+)
+def test_depthwise_block_in_other_dimensions(cls, shape):
+    block = cls(shape[0])
+    assert block(torch.randn(shape)).shape == shape
+    assert_one_lipschitz(block, shape)
+
+
+def test_depthwise_block_has_the_size_that_the_paper_counts():
+    block = ts.DepthwiseResidualBlock2d(8, 3, bias=False)
+    depthwise, _, pointwise = block.branch
+    assert (depthwise.out_channels, depthwise.groups, depthwise.kernel_size) == (16, 8, (3, 3))
+    assert (pointwise.in_channels, pointwise.out_channels, pointwise.kernel_size) == (16, 8, (1, 1))
+    assert block.scale.numel() == 1
+    assert "skip_scale" not in dict(block.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: ts.ConvexResidual(nn.Identity(), weight=1.0), "weight=1.0"),
+        (lambda: ts.ConcatResidual(nn.Identity())(torch.zeros(1, 3)), "3 channels"),
+        (lambda: ts.LearnableResidual(nn.Linear(4, 3))(torch.zeros(1, 4)), r"\(1, 3\), the skip to \(1, 4\)"),
+        (lambda: ts.DepthwiseResidualBlock2d(3, multiplier=3), "channels=3 x multiplier=3 is odd"),
+        (lambda: ts.DepthwiseResidualBlock2d(4, multiplier=1), "nothing to learn"),
+    ],
+)  # fmt: skip
+def test_errors(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()
