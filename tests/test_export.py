@@ -39,6 +39,16 @@ def test_same_function_in_plain_layers(layer, shape):
     assert type(layer).__name__.startswith("ParametrizedOrtho")
 
 
+def test_inverses_and_frozen_layers():
+    squeeze = ts.OrthoConv2d(4, 16, 2, stride=2)
+    model = nn.Sequential(squeeze, squeeze.inverse()).requires_grad_(False)
+    plain = ts.to_torch(model)
+    assert plain_only(plain)
+    assert not any(p.requires_grad for p in plain.parameters())
+    x = torch.randn(1, 4, 6, 6)
+    torch.testing.assert_close(plain(x), x, atol=1e-5, rtol=0)
+
+
 class Network(nn.Module):
     """Plain Python, a layer used twice, a transposed layer."""
 

@@ -65,8 +65,8 @@ def test_every_possible_geometry_is_orthogonal_and_every_other_is_refused(case, 
 @pytest.mark.parametrize(
     ("channels", "kernel", "stride", "dilation", "names"),
     [
-        ((4, 8), 1, 2, 1, ["4 independent inputs", "8 outputs", "raise kernel_size"]),
-        ((4, 32), 3, 4, 2, ["coprime", "(2, 2)"]),
+        ((4, 8), 1, 2, 1, ["4 independent in_channels", "8 out_channels", "raise kernel_size"]),
+        ((4, 32), 3, 4, 2, ["coprime", "raise kernel_size"]),
         ((4, 17), 2, 3, 1, ["16 independent", "at most 16"]),
     ],
 )

@@ -62,7 +62,8 @@ class ConvGeometry:
     has the geometry of the convolution that it is the adjoint of.
 
     With ``orthogonal=False`` only a 1-Lipschitz kernel is asked for; then every geometry is fine, and what is said
-    about orthogonal kernels says what would be possible.
+    about orthogonal kernels says what would be possible. ``transposed`` says that the numbers are those of a
+    transposed layer's convolution, so that errors call them by the names that the user gave.
 
     Raises:
         ValueError: if no orthogonal kernel has these numbers, or if the only ones have nothing to
@@ -80,11 +81,12 @@ class ConvGeometry:
     groups: int = 1
     parsimonious: bool = False
     orthogonal: bool = True
+    transposed: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot be orthogonal."""
-        for name in ("in_channels", "out_channels", "groups"):
-            object.__setattr__(self, name, positive(name, getattr(self, name)))
+        for name, called in (("in_channels", self._in_name), ("out_channels", self._out_name), ("groups", "groups")):
+            object.__setattr__(self, name, positive(called, getattr(self, name)))
         self._check_channels()
         for name, value in vars(type(self)).items():
             if isinstance(value, cached_property):  # a compiled graph can read them, but not take their lock
@@ -95,35 +97,42 @@ class ConvGeometry:
             raise ValueError(self._why_impossible())
         if self.inner_channels == 1 and prod(self.reach) == 1 and max(self.kernel_size) > 1:
             raise ValueError(
-                f"nothing to learn: with one channel a group (in_channels={self.in_channels}, "
-                f"out_channels={self.out_channels}, groups={self.groups}) the only orthogonal kernels of size "
-                f"{self.kernel_size} at stride={self.stride} are signed shifts; use at least 2 channels a group, or a "
-                f"channel multiplier (out_channels={2 * self.in_channels})"
+                f"nothing to learn: with one channel a group ({self._in_name}={self.in_channels}, "
+                f"{self._out_name}={self.out_channels}, groups={self.groups}) the only orthogonal kernels of size "
+                f"{self.kernel_size} at stride={self.stride}{', parsimonious=True' if self.parsimonious else ''} are "
+                f"signed shifts; use at least 2 channels a group, or a channel multiplier "
+                f"({self._out_name}={2 * self.in_channels})"
             )
 
+    @property
+    def _in_name(self) -> str:
+        """What the user calls the input channels: a transposed layer reads the outputs of its convolution."""
+        return "out_channels" if self.transposed else "in_channels"
+
+    @property
+    def _out_name(self) -> str:
+        return "in_channels" if self.transposed else "out_channels"
+
     def _check_channels(self) -> None:
-        for name in ("in_channels", "out_channels"):
-            if getattr(self, name) % self.groups:
-                raise ValueError(f"{name}={getattr(self, name)} must be divisible by groups={self.groups}")
+        for name, count in ((self._in_name, self.in_channels), (self._out_name, self.out_channels)):
+            if count % self.groups:
+                raise ValueError(f"{name}={count} must be divisible by groups={self.groups}")
 
     def _why_impossible(self) -> str:
-        reach, shared = (
-            self._full_reach,
-            [gcd(s, d) for s, d in zip(self.stride, self.dilation, strict=True)],
-        )
-        m, n = self.group_in, self.group_out
+        m, n, reach = self.group_in, self.group_out, prod(self._full_reach)
+        axes = list(zip(self.kernel_size, self.stride, self.dilation, strict=True))
         per_group = " a group" if self.groups > 1 else ""
-        text = (
+        more = []
+        if any(gcd(s, d) > 1 for _, s, d in axes):
+            more.append(f"make dilation={self.dilation} coprime to the stride on every axis")
+        if any(k < s for k, s, _ in axes):
+            more.append(f"raise kernel_size to at least the stride {self.stride}")
+        return (
             f"no orthogonal kernel exists: kernel_size={self.kernel_size} at stride={self.stride}, "
-            f"dilation={self.dilation} reads {m} x {prod(reach)} = {m * prod(reach)} independent inputs{per_group} "
-            f"for {n} outputs{per_group}"
+            f"dilation={self.dilation} reaches {m} x {reach} = {m * reach} independent {self._in_name}{per_group} for "
+            f"{n} {self._out_name}{per_group}; lower {self._out_name} to at most {m * reach * self.groups}, or "
+            f"{' and '.join(more)}"
         )
-        ways = [f"lower out_channels to at most {m * prod(reach) * self.groups}"]
-        if any(q > 1 for q in shared):
-            ways.append(f"make dilation coprime to stride (they share {tuple(shared)} on the axes)")
-        elif any(k < s for k, s in zip(self.kernel_size, self.stride, strict=True)):
-            ways.append(f"raise kernel_size to at least the stride {self.stride}")
-        return f"{text}; {' or '.join(ways)}"
 
     @cached_property
     def dims(self) -> int:
@@ -237,7 +246,7 @@ class ConvGeometry:
                 if mode in ("reflect", "replicate")
                 else f"padding_mode={mode!r} must be one of {', '.join(map(repr, PADDING_MODES))}"
             )
-        pads = self._same_pads() if padding == "same" else self._given_pads(padding)
+        pads = self._same_pads() if isinstance(padding, str) and padding == "same" else self._given_pads(padding)
         if mode == "circular":
             self.check_circular(pads)
         return pads
@@ -252,9 +261,9 @@ class ConvGeometry:
         return tuple(axis(e, s) for e, s in zip(self.extent, self.stride, strict=True))
 
     def _given_pads(self, padding: str | int | Sequence[int]) -> Pads:
-        if padding == "valid":
-            return ((0, 0),) * self.dims
         if isinstance(padding, str):
+            if padding == "valid":
+                return ((0, 0),) * self.dims
             raise ValueError(f"padding={padding!r} must be 'same', 'valid', an integer or {self.dims} integers")
         return tuple((pad, pad) for pad in per_axis("padding", padding, self.dims, least=0))
 

@@ -48,6 +48,13 @@ def test_autocast_does_not_touch_the_kernel(training):
     assert all(map(torch.equal, got, expected))
 
 
+def test_outputs_under_autocast_have_its_dtype():
+    x = torch.randn(1, 8, 4, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for layer in (ts.OrthoConv2d(8, 8, 3), ts.OrthoConvTranspose2d(8, 4, 3, stride=2)):
+            assert layer(x).dtype == torch.bfloat16
+
+
 def test_model_with_everything_casts_as_a_whole():
     model = nn.Sequential(ts.OrthoConv2d(3, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), ts.OrthoLinear(72, 4)).bfloat16()
     assert model(torch.randn(2, 3, 6, 6, dtype=torch.bfloat16)).dtype == torch.bfloat16

@@ -95,7 +95,7 @@ class TestCache:
     @pytest.mark.parametrize(
         "edit",
         [
-            "step", "load", "double", "copy", "train", "data", "swap", "set", "assign", "reset",
+            "step", "fused", "load", "double", "copy", "train", "data", "swap", "set", "assign", "reset",
         ],
     )  # fmt: skip
     def test_never_stale(self, make, edit):
@@ -105,8 +105,8 @@ class TestCache:
             assert_cached(layer)
         first = layer.free_tensors[0]
         fresh_values = torch.randn_like(first)
-        if edit == "step":
-            optimizer = torch.optim.SGD(layer.parameters(), 1.0)
+        if edit in ("step", "fused"):
+            optimizer = torch.optim.SGD(layer.parameters(), 1.0, fused=edit == "fused")
             layer.weight.square().mul(torch.randn_like(layer.weight)).sum().backward()
             optimizer.step()
         elif edit == "load":
@@ -147,6 +147,37 @@ class TestCache:
             for _ in range(20):
                 first.data = torch.randn_like(first)
                 torch.testing.assert_close(layer.weight, fresh(layer))
+
+    def test_writing_into_the_cached_weight_does_not_stay(self, make):
+        layer = make().eval()
+        with torch.no_grad():
+            layer.weight.zero_()
+            torch.testing.assert_close(layer.weight, fresh(layer))
+
+    def test_inference_mode_then_gradients_of_the_input(self, make):
+        layer = make().eval().requires_grad_(False)
+        x = torch.randn(1, *((4, 6, 6) if layer.weight.ndim == 4 else (6,)))
+        with torch.inference_mode():
+            layer(x)
+        layer(x.requires_grad_()).sum().backward()
+        assert x.grad.isfinite().all()
+
+    def test_other_parametrizations_are_respected(self, make):
+        class Double(nn.Module):
+            def forward(self, weight):
+                return 2 * weight
+
+        layer = make().eval()
+        layer.bias.data.zero_()
+        x = torch.randn(1, *((4, 6, 6) if layer.weight.ndim == 4 else (6,)))
+        with torch.no_grad():
+            once = layer(x)
+            parametrize.register_parametrization(layer, "weight", Double())
+            torch.testing.assert_close(layer(x), 2 * once)
+            parametrize.remove_parametrizations(layer, "weight")
+            layer.weight.mul_(3)
+            torch.testing.assert_close(layer(x), 6 * once)
+        assert "orthogonalizer=cholesky" in repr(layer)
 
     def test_training_mode_does_not_cache(self, make):
         layer = make()
@@ -307,6 +338,72 @@ def test_ensembles_with_vmap():
     models[1](x).square().sum().backward()
     for name, parameter in models[1].named_parameters():
         torch.testing.assert_close(gradients[name][1], parameter.grad, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ts.linalg.ORTHOGONALIZERS)
+def test_ensembles_with_every_orthogonalizer(name):
+    matrices = torch.randn(3, 4, 6)
+    apply = ts.linalg.orthogonalizer(name).apply
+    torch.testing.assert_close(torch.vmap(apply)(matrices), apply(matrices), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_assigning_in_half_precision(dtype):
+    layer = ts.OrthoConv2d(4, 4, 3, dtype=dtype)
+    wanted = layer.weight.detach().clone()
+    layer.reset_parameters()
+    layer.weight = wanted
+    torch.testing.assert_close(layer.weight, wanted, atol=2 * torch.finfo(dtype).eps, rtol=0)
+
+
+def test_memory_formats_leave_free_tensors_alone():
+    for layer, memory_format in (
+        (ts.OrthoConv2d(8, 8, 3, groups=2), torch.channels_last),
+        (ts.OrthoConv3d(8, 8, 2), torch.channels_last_3d),
+    ):
+        layer.to(memory_format=memory_format)
+        assert all(tensor.is_contiguous() for tensor in layer.state_dict().values())
+
+
+def test_errors_of_transposed_layers_use_their_own_names():
+    with pytest.raises(ValueError, match=r"lower in_channels to at most 4, or raise kernel_size"):
+        ts.OrthoConvTranspose2d(8, 4, 1, stride=2)
+    with pytest.raises(ValueError, match="in_channels=0"):
+        ts.OrthoConvTranspose2d(0, 4, 3)
+    with pytest.raises(ValueError, match="out_channels=4 must be divisible"):
+        ts.OrthoConvTranspose2d(6, 4, 3, groups=3)
+
+
+def test_bad_inputs_are_named_before_any_work():
+    layer, up = ts.OrthoConv2d(4, 4, 3), ts.OrthoConvTranspose2d(4, 4, 3)
+    for shape in ((4, 4), (1, 1, 4, 4, 4), (1, 4, 0, 4)):
+        for module in (layer, up):
+            with pytest.raises(ValueError, match=r"and 2 sizes"):
+                module(torch.zeros(shape))
+    with pytest.raises(ValueError, match="must have 2 sizes"):
+        up(torch.zeros(1, 4, 4, 4), output_size=[4])
+    with pytest.raises(ValueError, match="padding"):
+        ts.OrthoConv2d(4, 4, 3, padding=np.array([1, 1]))
+    with pytest.raises(ValueError, match="orthogonalizer"):
+        ts.OrthoConv2d(4, 4, 3, orthogonalizer=["qr"])
+    with pytest.raises(ValueError, match="floating point"):
+        ts.OrthoLinear(4, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match="drops outputs"):
+        ts.OrthoConv1d(4, 4, 3, padding=0).adjoint()
+    with pytest.raises(ValueError, match=r"nothing to learn.*parsimonious"):
+        ts.OrthoConv1d(1, 1, 3, stride=2, parsimonious=True)
+
+
+def test_torch_s_own_forward_and_output_padding_up_to_the_dilation():
+    layer = ts.OrthoConv2d(4, 8, 3)
+    x = torch.randn(1, 4, 6, 6)
+    torch.testing.assert_close(nn.Conv2d.forward(layer, x), layer(x))
+    up = ts.OrthoConvTranspose1d(4, 4, 3, padding=0, output_padding=1, dilation=2, padding_mode="zeros")
+    plain = nn.ConvTranspose1d(4, 4, 3, output_padding=1, dilation=2)
+    plain.load_state_dict({"weight": up.weight.detach(), "bias": up.bias.detach()})
+    y = torch.randn(1, 4, 5)
+    torch.testing.assert_close(up(y), plain(y))
+    assert "-1" not in repr(ts.OrthoConvTranspose2d(4, 4, 2))
 
 
 def test_bias_can_be_left_out():

@@ -29,6 +29,10 @@ def hostile(n, m):
         "zero": torch.zeros(n, m, dtype=torch.float64),
         "ones": torch.ones(n, m, dtype=torch.float64),
         "nearly ones": torch.ones(n, m, dtype=torch.float64) + 1e-7 * normal,
+        "sparse": normal * (torch.rand(n, m, dtype=torch.float64) < 0.1),
+        "zeros and ones": (torch.rand(n, m) < 0.25).double(),
+        "largest": 1e35 * normal,
+        "smallest": 1e-40 * normal,
         "mixed scales": normal * torch.logspace(-12, 12, n, dtype=torch.float64)[:, None],
     }
 
@@ -92,6 +96,17 @@ def test_the_path_without_branches_is_exact_too(monkeypatch, dtype):
     for shape in ((12, 12), (12, 30), (64, 64)):
         for case, matrix in hostile(*shape).items():
             assert missed(cholesky(matrix.to(dtype))) < 4 * TOLERANCE[dtype], case
+
+
+@pytest.mark.parametrize("look", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sparse_matrices_of_low_rank(monkeypatch, dtype, look):
+    if not look:
+        monkeypatch.setattr(orthonormal_module, "host_can_look", lambda _: False)
+    matrices = (torch.rand(500, 4, 4) < 0.25).to(dtype)
+    assert missed(cholesky(matrices)) < 4 * TOLERANCE[dtype]
+    pruned = torch.randn(200, 16, 16, dtype=dtype)
+    assert missed(cholesky(pruned * (pruned.abs() > 1.6))) < 4 * TOLERANCE[dtype]
 
 
 def test_cholesky_is_qr_and_keeps_orthonormal_rows():

@@ -1,12 +1,14 @@
 """Free tensors stay fit to train on, with any optimizer and no help from the user."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import trysquare as ts
 from tests.oracle import distance_from_orthogonal
-from trysquare.parametrizations import base
+from trysquare.parametrizations import upkeep
 
 
 def condition(tensor):
@@ -24,23 +26,37 @@ def test_degenerate_tensors_are_replaced_and_the_weight_stays(name, make, monkey
             tensor.mul_(spread[:, None] if tensor.shape[-2] <= tensor.shape[-1] else spread)
     before = layer.weight.detach().clone()
     scales = [float(t.detach().norm()) for t in layer.free_tensors]
-    monkeypatch.setattr(base, "_RECONDITION_EVERY", 1)
-    layer.weight.sum().backward()
+    monkeypatch.setattr(upkeep, "RECONDITION_EVERY", 1)
+    for tensor in layer.free_tensors:
+        tensor.grad = torch.zeros_like(tensor)
+    torch.optim.SGD(layer.parameters(), 0.0).step()
     for tensor, scale in zip(layer.free_tensors, scales, strict=True):
         assert condition(tensor) < 1.01
         assert 0.9 < float(tensor.detach().norm()) / scale < 1.1
     torch.testing.assert_close(layer.weight, before)
 
 
-def test_good_tensors_and_given_ones_are_left_alone(monkeypatch):
-    monkeypatch.setattr(base, "_RECONDITION_EVERY", 1)
-    layer = ts.OrthoConv2d(6, 6, 3)
-    before = [t.detach().clone() for t in layer.free_tensors]
-    layer(torch.randn(1, 6, 4, 4))
-    assert all(map(torch.equal, before, layer.free_tensors))
-    given = {name: torch.ones_like(p) for name, p in layer.named_parameters()}
-    torch.func.functional_call(layer, given, (torch.randn(1, 6, 4, 4),))
-    assert all(bool((t == 1).all()) for t in given.values())
+def test_good_tensors_and_those_that_are_not_trained_are_left_alone(monkeypatch):
+    monkeypatch.setattr(upkeep, "RECONDITION_EVERY", 1)
+    layer, frozen = ts.OrthoConv2d(6, 6, 3), ts.OrthoConv2d(6, 6, 3)
+    with torch.no_grad():
+        for tensor in frozen.free_tensors:
+            tensor.fill_(1.0)
+    before = [t.detach().clone() for t in (*layer.free_tensors, *frozen.free_tensors)]
+    torch.optim.SGD(layer.parameters(), 0.0).step()
+    assert all(map(torch.equal, before, (*layer.free_tensors, *frozen.free_tensors)))
+
+
+def test_copies_are_tended_too_and_reading_changes_nothing(monkeypatch):
+    monkeypatch.setattr(upkeep, "RECONDITION_EVERY", 1)
+    layer = copy.deepcopy(ts.OrthoLinear(6, 6))
+    with torch.no_grad():
+        layer.free_tensors[0].mul_(torch.logspace(0, 4, 6)[:, None])
+    for _ in range(200):
+        layer.weight.sum()
+    assert condition(layer.free_tensors[0]) > 1e3
+    torch.optim.Adam(layer.parameters(), 0.0).step()
+    assert condition(layer.free_tensors[0]) < 1.01
 
 
 @pytest.mark.slow

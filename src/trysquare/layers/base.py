@@ -34,6 +34,10 @@ class ParametrizedWeight(nn.Module):
         """``self.weight``, without torch's detour over the parametrization where the cache has it."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self._cache.fresh():
             return self.weight
+        # Somebody may have taken the parametrization off, or added another one after it.
+        held = self._modules.get("parametrizations")
+        if held is None or len(held._modules["weight"]._modules) != 1:  # type: ignore[union-attr]
+            return self.weight
         return self._cache.weight
 
     @property
@@ -83,21 +87,31 @@ def keeping_precision(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor])
     keep = {id(t) for tensor in tensors for t in (tensor, tensor.grad) if t is not None}
 
     def cast(tensor: Tensor) -> Tensor:
-        moved = fn(tensor)
-        if id(tensor) in keep and moved.dtype != at_least_float32(moved.dtype):
-            return tensor.to(moved.device)
-        return moved
+        if id(tensor) not in keep:
+            return fn(tensor)
+        # Shown to `fn` as matrices, so that a memory format for images leaves them alone.
+        moved = fn(tensor.view(-1, *tensor.shape[-2:]) if tensor.ndim > 3 else tensor).view(tensor.shape)
+        return moved if moved.dtype == at_least_float32(moved.dtype) else tensor.to(moved.device)
 
     return cast
 
 
-@torch.no_grad()
 def copy_weights(plain: nn.Module, weight: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
     """Fill a plain layer made on the meta device with detached copies of the tensors."""
-    plain.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
+    plain.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format), weight.requires_grad)
     if bias is not None:
-        plain.bias = nn.Parameter(bias.detach().clone())
+        plain.bias = nn.Parameter(bias.detach().clone(), bias.requires_grad)
     return plain.train(training)
+
+
+def check_dtype(dtype: Any) -> None:
+    """Refuse what a weight cannot have.
+
+    Raises:
+        ValueError: if ``dtype`` is given and is not a real floating point type.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype={dtype} must be a real floating point type")
 
 
 def factory_of(weight: Tensor) -> dict[str, Any]:

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trysquare.geometry import ConvGeometry, Pads, per_axis
-from trysquare.layers.base import ParametrizedWeight, copy_weights
+from trysquare.layers.base import ParametrizedWeight, check_dtype, copy_weights, factory_of
 from trysquare.layers.wrapping import circular_fold, circular_pad
 from trysquare.linalg.orthogonalize import orthogonalizer as find_orthogonalizer
-from trysquare.parametrizations import METHODS
+from trysquare.parametrizations import find_method
 
 Size = int | Sequence[int]
 
@@ -41,18 +41,6 @@ def _flat(pads: Pads) -> list[int]:
 
 def _symmetric(pads: Pads) -> bool:
     return all(left == right for left, right in pads)
-
-
-def _method(name: str, options: dict[str, Any]) -> Any:
-    """The class of a method, if it has these options."""
-    if name not in METHODS:
-        raise ValueError(f"method={name!r} must be one of {', '.join(map(repr, METHODS))}")
-    known = METHODS[name].options
-    for option in options:
-        if option not in known:
-            takes = f"its options are {', '.join(known)}" if known else "it has no options"
-            raise TypeError(f"method={name!r} got an unexpected keyword argument {option!r}; {takes}")
-    return METHODS[name]
 
 
 class _OrthogonalConvolution(ParametrizedWeight):
@@ -89,10 +77,13 @@ class _OrthogonalConvolution(ParametrizedWeight):
     ) -> ConvGeometry:
         """Geometry of the convolution, with the size of the weight that the method makes of ``kernel_size``."""
         find_orthogonalizer(orthogonalizer)
-        chosen = _method(method, options)
+        chosen = find_method(method, options)
         _, stride, dilation = sizes
         kernel_size = chosen.full_kernel_size(*sizes, **options)
-        return ConvGeometry(*channels, kernel_size, stride, dilation, groups, parsimonious, chosen.orthogonal)
+        transposed = isinstance(self, _TransposedConvolution)
+        return ConvGeometry(
+            *channels, kernel_size, stride, dilation, groups, parsimonious, chosen.orthogonal, transposed
+        )
 
     def _finish(
         self,
@@ -105,8 +96,8 @@ class _OrthogonalConvolution(ParametrizedWeight):
         """Keep the arguments and parametrize the weight, once torch's constructor has run."""
         self.geometry, self.method, self.orthogonalizer = geometry, method, orthogonalizer
         self._kernel_argument, self.options = kernel_size, options
-        factory = {"device": self.weight.device, "dtype": self.weight.dtype}
-        self._parametrize_weight(_method(method, options)(geometry, orthogonalizer, **options, **factory))
+        chosen: Any = find_method(method, options)
+        self._parametrize_weight(chosen(geometry, orthogonalizer, **options, **factory_of(self.weight)))
 
     @property
     def truncation_error(self) -> float:
@@ -132,6 +123,11 @@ class _OrthogonalConvolution(ParametrizedWeight):
         }
 
     def _share_weight(self, twin: _OrthogonalConvolution) -> Any:
+        if self.padding_mode == "circular" and not self._keeps_all_outputs:
+            raise ValueError(
+                f"circular padding {self._pads} drops outputs, so the size of the input cannot be told from that of "
+                "the output; use padding='same' for a layer with an adjoint"
+            )
         twin._cache = self._cache
         twin.parametrizations["weight"] = self.parametrizations["weight"]  # type: ignore[index,operator]
         return twin.train(self.training)
@@ -140,6 +136,13 @@ class _OrthogonalConvolution(ParametrizedWeight):
     def _keeps_all_outputs(self) -> bool:
         axes = zip(self._pads, self.geometry.extent, self.geometry.stride, strict=True)
         return self.padding_mode == "circular" and all(sum(pad) >= extent - stride for pad, extent, stride in axes)
+
+    def _check_axes(self, x: Tensor) -> None:
+        if x.ndim not in (self.dims + 1, self.dims + 2) or 0 in x.shape[-self.dims :]:
+            raise ValueError(
+                f"input of shape {tuple(x.shape)} must be (batch, {self.in_channels}, and {self.dims} sizes) or the "
+                "same without the batch, no size being 0"
+            )
 
     def adjoint(self) -> Any:
         """The transposed layer, without bias, that shares the free tensors of this one."""
@@ -197,6 +200,13 @@ class AffineInverse(nn.Module):
         """Take off the bias, then apply the adjoint."""
         return self.adjoint(y - self.bias.view(-1, *(1,) * self.adjoint.dims))  # type: ignore[no-any-return]
 
+    def as_torch(self) -> nn.Module:
+        """A convolution with one tap of 1 that takes off the bias, then the plain adjoint."""
+        channels, dims = len(self.bias), self.adjoint.dims
+        shift = _PLAIN_CONV[dims](channels, channels, 1, groups=channels, device="meta")
+        copy_weights(shift, self.bias.new_ones(channels, 1, *(1,) * dims), -self.bias, self.training)
+        return nn.Sequential(shift, self.adjoint.as_torch())
+
 
 class _Convolution(_OrthogonalConvolution):
     """Constructor and forward pass of ``OrthoConv1d``, ``2d`` and ``3d``."""
@@ -224,6 +234,7 @@ class _Convolution(_OrthogonalConvolution):
         channels = (in_channels, out_channels)
         geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
         pads = geometry.pads(padding, padding_mode)
+        check_dtype(dtype)
         super().__init__(  # type: ignore[call-arg]
             geometry.in_channels,
             geometry.out_channels,
@@ -240,6 +251,7 @@ class _Convolution(_OrthogonalConvolution):
         self._pads, self._padding_argument = pads, padding
         self._flat_pads, self._widest = _flat(pads), tuple(map(max, pads))
         self._needs_padding = any(self._widest)
+        self._reversed_padding_repeated_twice = self._flat_pads  # what torch's own forward would read
         self.padding = tuple(left for left, _ in pads) if _symmetric(pads) else "same"
         self._finish(geometry, sizes[0], method, orthogonalizer, options)
 
@@ -250,6 +262,7 @@ class _Convolution(_OrthogonalConvolution):
             ValueError: if the padding is circular and the stride does not divide the size of the
                 input.
         """
+        self._check_axes(input)
         if self.padding_mode == "circular":
             return self._convolve(self._extended(input), 0)
         if isinstance(self.padding, tuple):
@@ -333,6 +346,7 @@ class _TransposedConvolution(_OrthogonalConvolution):
         geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
         output_padding = per_axis("output_padding", output_padding, self.dims, least=0)
         pads = self._crops(geometry, padding, output_padding, padding_mode)
+        check_dtype(dtype)
         super().__init__(  # type: ignore[call-arg]
             geometry.out_channels,
             geometry.in_channels,
@@ -348,8 +362,7 @@ class _TransposedConvolution(_OrthogonalConvolution):
             dtype,
         )
         self._pads, self._padding_argument, self.padding_mode = pads, padding, padding_mode
-        self.padding = tuple(left for left, _ in pads)
-        self.output_padding = tuple(left - right for left, right in pads)
+        self.padding, self.output_padding, _ = self._native_crop(pads)
         self._finish(geometry, sizes[0], method, orthogonalizer, options)
 
     @staticmethod
@@ -381,6 +394,7 @@ class _TransposedConvolution(_OrthogonalConvolution):
             output_size: wanted spatial sizes; with circular padding only ``sizes * stride`` is
                 possible.
         """
+        self._check_axes(input)
         sizes = input.shape[-self.dims :]
         pads = self._pads if output_size is None else self._crops_for(sizes, output_size)
         if self.padding_mode == "circular":
@@ -392,7 +406,8 @@ class _TransposedConvolution(_OrthogonalConvolution):
     def _native_crop(self, crops: Pads) -> tuple[tuple[int, ...], tuple[int, ...], Pads]:
         """Torch's ``padding`` and ``output_padding`` for the crops, and what is left to cut off after them."""
         starts, ends = zip(*crops, strict=True)
-        padding = tuple(min(start, end + s - 1) for start, end, s in zip(starts, ends, self.stride, strict=True))
+        limits = [max(s, d) for s, d in zip(self.stride, self.dilation, strict=True)]
+        padding = tuple(min(start, end + limit - 1) for start, end, limit in zip(starts, ends, limits, strict=True))
         extra = tuple(max(0, pad - end) for pad, end in zip(padding, ends, strict=True))
         rest = tuple((p - start, p - e - end) for p, e, start, end in zip(padding, extra, starts, ends, strict=True))
         return padding, extra, rest
@@ -400,7 +415,7 @@ class _TransposedConvolution(_OrthogonalConvolution):
     def _wrapped(self, input: Tensor, sizes: tuple[int, ...]) -> Tensor:  # noqa: A002
         full = self._transpose(input, None, 0, 0)
         output = circular_fold(full, tuple(left for left, _ in self._pads), sizes)
-        return output if self.bias is None else output + self.bias.view(-1, *(1,) * self.dims)
+        return output if self.bias is None else output + self.bias.to(output.dtype).view(-1, *(1,) * self.dims)
 
     def _transpose(self, x: Tensor, bias: Tensor | None, padding: Any, output_padding: Any) -> Tensor:
         convolve = _CONV_TRANSPOSE[self.dims]
@@ -418,6 +433,8 @@ class _TransposedConvolution(_OrthogonalConvolution):
     def _crops_for(self, sizes: Sequence[int], output_size: Sequence[int]) -> Pads:
         """Crops that give ``output_size``, if there are any."""
         wanted = tuple(output_size)[-self.dims :]
+        if len(wanted) != self.dims:
+            raise ValueError(f"output_size={tuple(output_size)} must have {self.dims} sizes, one per axis")
         full = [(size - 1) * s + e for size, s, e in zip(sizes, self.stride, self.geometry.extent, strict=True)]
         crops = tuple((left, f - left - want) for (left, _), f, want in zip(self._pads, full, wanted, strict=True))
         fits = [abs(new - old) < s for (_, new), (_, old), s in zip(crops, self._pads, self.stride, strict=True)]
@@ -446,13 +463,14 @@ class _TransposedConvolution(_OrthogonalConvolution):
         if self.padding_mode == "zeros":
             return self._cropped(self._pads)
         axes = list(zip(self._pads, self.geometry.extent, self.geometry.stride, strict=True))
-        reach = [-(-max(extent - 1 - left, left) // stride) for (left, _), extent, stride in axes]
+        # Inputs before the first and after the last one that reach into the output when the domain wraps around.
+        reach = tuple(((extent - 1 - left) // stride, -(-left // stride)) for (left, _), extent, stride in axes)
         crops = tuple(
-            (left + r * stride, r * stride + extent - stride - left)
-            for ((left, _), extent, stride), r in zip(axes, reach, strict=True)
+            (left + before * stride, (after - 1) * stride + extent - left)
+            for ((left, _), extent, stride), (before, after) in zip(axes, reach, strict=True)
         )
-        pad = _CIRCULAR_PAD[self.dims](tuple(_flat(tuple((r, r) for r in reach))))
-        return nn.Sequential(pad, self._cropped(crops))
+        plain = self._cropped(crops)
+        return nn.Sequential(_CIRCULAR_PAD[self.dims](tuple(_flat(reach))), plain) if any(map(any, reach)) else plain
 
     def _cropped(self, crops: Pads) -> nn.Module:
         """``nn.ConvTranspose*d`` with ``crops`` cut off its full output."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trysquare.geometry import positive
-from trysquare.layers.base import ParametrizedWeight, copy_weights
+from trysquare.layers.base import ParametrizedWeight, check_dtype, copy_weights, factory_of
 from trysquare.parametrizations import OrthonormalMatrix
 
 
@@ -40,9 +40,12 @@ class OrthoLinear(ParametrizedWeight, nn.Linear):
         orthogonalizer: str = "cholesky",
     ) -> None:
         in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
+        check_dtype(dtype)
         super().__init__(in_features, out_features, bias, device, dtype)
-        factory = {"device": self.weight.device, "dtype": self.weight.dtype}
-        self._parametrize_weight(OrthonormalMatrix((out_features, in_features), orthogonalizer, **factory))
+        self.orthogonalizer = orthogonalizer
+        self._parametrize_weight(
+            OrthonormalMatrix((out_features, in_features), orthogonalizer, **factory_of(self.weight))
+        )
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """``input @ weight.T + bias``."""
@@ -55,4 +58,4 @@ class OrthoLinear(ParametrizedWeight, nn.Linear):
 
     def extra_repr(self) -> str:
         """Sizes and orthogonalizer."""
-        return f"{nn.Linear.extra_repr(self)}, orthogonalizer={self.parametrization.orthogonalizer}"
+        return f"{nn.Linear.extra_repr(self)}, orthogonalizer={self.orthogonalizer}"

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from trysquare.geometry import ConvGeometry, per_axis
 from trysquare.layers.activations import with_slopes_in_unit_interval
 from trysquare.layers.base import ParametrizedWeight, factory_of
-from trysquare.layers.conv import Size, _parametrization
+from trysquare.layers.conv import Size
 from trysquare.layers.explicit import convolve, flipped, hidden_bias, plain_convolution, plain_linear
 from trysquare.layers.packing import PackedKernels, Shapes, unpack
 from trysquare.linalg.kernels import adjoint
 from trysquare.linalg.sandwich import mix, sandwich_pair
-from trysquare.parametrizations import OrthonormalMatrix
+from trysquare.parametrizations import OrthonormalMatrix, orthogonal_kernel
 
 
 class SandwichMatrices(PackedKernels):
@@ -206,8 +206,9 @@ class SandwichAOCConv(_Sandwich):
         after = ConvGeometry(out_channels, self.hidden_channels, self.kernel_size, one, one)
         self._pads = before.pads("same", padding_mode), flipped(after.pads("same", padding_mode))
         self.weight = nn.Parameter(torch.empty(0, device=device, dtype=dtype))
-        a, b = (_parametrization(method, geometry, orthogonalizer, self.weight) for geometry in (after, before))
-        self._finish(SandwichKernels(a, b, orthogonalizer, **factory_of(self.weight)), bias, activation)
+        factory = factory_of(self.weight)
+        a, b = (orthogonal_kernel(method, geometry, orthogonalizer, **factory) for geometry in (after, before))
+        self._finish(SandwichKernels(a, b, orthogonalizer, **factory), bias, activation)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Convolve, activate, convolve.

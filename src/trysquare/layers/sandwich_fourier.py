@@ -17,7 +17,7 @@ from trysquare.layers.explicit import hidden_bias
 from trysquare.layers.pooling import space_to_depth
 from trysquare.linalg.precision import at_least_float32, full_precision
 from trysquare.linalg.sandwich import frequency_pair, sandwich_pair
-from trysquare.parametrizations.base import WeightCache
+from trysquare.parametrizations.upkeep import WeightCache
 
 
 class FrequencyResponse(nn.Module):

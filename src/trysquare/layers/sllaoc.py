@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from trysquare.geometry import ConvGeometry, Pads, per_axis
 from trysquare.layers.activations import with_slopes_in_unit_interval
 from trysquare.layers.base import ParametrizedWeight, factory_of
-from trysquare.layers.conv import Size, _parametrization
+from trysquare.layers.conv import Size
 from trysquare.layers.explicit import Sum, check_padding_mode, convolve, hidden_bias, plain_convolution
 from trysquare.layers.packing import PackedKernels, Shapes, unpack
 from trysquare.layers.sll import RowContraction
 from trysquare.linalg.kernels import adjoint, compose
+from trysquare.parametrizations import orthogonal_kernel
 
 
 def _halves(kernel_size: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -134,8 +135,8 @@ class SLLAOCBlock(ParametrizedWeight):
         post = ConvGeometry(self.mid_channels, self.out_channels, outer, self.stride, one)
         factory = factory_of(self.weight)
         return FusedKernels(
-            _parametrization(self.method, pre, self.orthogonalizer, self.weight),
-            _parametrization(self.method, post, self.orthogonalizer, self.weight),
+            orthogonal_kernel(self.method, pre, self.orthogonalizer, **factory),
+            orthogonal_kernel(self.method, post, self.orthogonalizer, **factory),
             RowContraction((self.hidden_channels, self.mid_channels, *inner), **factory),
             **factory,
         )

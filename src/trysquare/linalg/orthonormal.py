@@ -3,8 +3,9 @@
 ``V = L R`` with ``L`` lower triangular (positive diagonal) and ``R Rᵀ = I`` determines ``R``. Two
 Cholesky factorisations of the Gram matrix (CholeskyQR2) give it to machine precision up to
 condition numbers of about ``1 / sqrt(eps)``. That it worked is *seen* from the second factor, which
-must be close to the identity. Where it did not, or where looking would stall the device, three to
-four shifted factorisations in float64 do it with no branch and no case in which they fail.
+must be close to the identity. Where it did not, Householder reflections in float64 do it, which have
+no case in which they fail. Where looking would stall the device, shifted factorisations in float64
+do it with no branch.
 """
 
 from __future__ import annotations
@@ -46,49 +47,66 @@ def _twice(rows: Tensor) -> tuple[Tensor, Tensor] | None:
     return torch.baddbmm(once, left, once, alpha=-1), first
 
 
-def _without_branches(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Shifted Cholesky passes in float64: each multiplies weak directions by about 1e6 and leaves strong ones.
-
-    A direction that is missing altogether is supplied by a nudge of 1e-13 towards the coordinate
-    axes, far below what the rows' own dtype resolves in float32; three passes lift it to 1.
-    """
+def _unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of length 1 (or 0) in float64, and their lengths: scaled twice, so that no square over- or underflows."""
     wide = rows.double()
     scale = wide.abs().amax(-1, keepdim=True)
     scale = torch.where(scale > 0, scale, 1.0)
     wide = wide / scale
-    norm = wide.norm(dim=-1, keepdim=True)
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     norm = torch.where(norm > 0, norm, 1.0)
-    basis = wide / norm + _NUDGE * torch.eye(*rows.shape[-2:], dtype=wide.dtype, device=wide.device)
+    return wide / norm, (scale * norm).squeeze(-1)
+
+
+def _without_branches(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Shifted Cholesky passes in float64: each multiplies weak directions by about 1e6 and leaves strong ones.
+
+    A direction that is missing altogether is supplied by a nudge of 1e-13 towards fixed dense rows, far below what the
+    rows' own dtype resolves in float32; three passes lift it to 1.
+    """
+    unit, length = _unit_rows(rows)
+    basis = unit + _NUDGE * _dense_rows(unit)
     count = rows.shape[-2]
-    shift = 8 * count * torch.finfo(torch.float64).eps * torch.eye(count, dtype=wide.dtype, device=wide.device)
-    total = torch.diag_embed((scale * norm).squeeze(-1))
+    shift = 8 * count * torch.finfo(torch.float64).eps * torch.eye(count, dtype=unit.dtype, device=unit.device)
+    total = torch.diag_embed(length)
     for last in (False, False, False, True):
         gram = torch.matmul(basis, basis.mT)
         factor = torch.linalg.cholesky_ex(gram if last else gram + shift).L
         basis = torch.linalg.solve_triangular(factor, basis, upper=False)
         total = torch.matmul(total, factor)
-    return basis.to(rows.dtype), _damped(total, rows)
+    return basis.to(rows.dtype), _damped(total, length, rows.dtype)
 
 
-def _damped(factor: Tensor, rows: Tensor) -> Tensor:
+def _dense_rows(like: Tensor) -> Tensor:
+    """Rows of length about 1 in general position: not in the span of any few coordinate axes, whatever ``like`` is."""
+    h, c = like.shape[-2:]
+    number = torch.arange(h * c, dtype=like.dtype, device=like.device).view(h, c)
+    return torch.sin(1.0 + 1.7 * number + 0.013 * number.square()) * (2 / c) ** 0.5
+
+
+def _damped(factor: Tensor, length: Tensor, dtype: torch.dtype) -> Tensor:
+    """The factor as the gradient may use it: no diagonal entry so small that the gradient would not be finite."""
     diagonal = factor.diagonal(dim1=-2, dim2=-1)
-    norm = rows.double().norm(dim=-1)
-    weakest = _WEAKEST_GRADIENT * torch.where(norm > 0, norm, 1.0)
+    weakest = (_WEAKEST_GRADIENT * length).clamp_min(torch.finfo(dtype).tiny ** 0.75)
     lifted = torch.where(diagonal.abs() > weakest, diagonal, weakest)
-    return (factor + torch.diag_embed(lifted - diagonal)).to(rows.dtype)
+    return (factor + torch.diag_embed(lifted - diagonal)).to(dtype)
 
 
 def _householder(rows: Tensor) -> tuple[Tensor, Tensor]:
-    basis, factor = torch.linalg.qr(rows.mT)
-    sign = torch.where(factor.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(rows.dtype)
-    return (basis * sign.unsqueeze(-2)).mT, _damped((factor * sign.unsqueeze(-1)).mT, rows)
+    unit, length = _unit_rows(rows)
+    basis, factor = torch.linalg.qr(unit.mT)
+    sign = torch.where(factor.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(unit.dtype)
+    basis, factor = (basis * sign.unsqueeze(-2)).mT, (factor * sign.unsqueeze(-1)).mT
+    return basis.to(rows.dtype), _damped(length.unsqueeze(-1) * factor, length, rows.dtype)
 
 
 def factor_rows(rows: Tensor, householder: bool = False) -> tuple[Tensor, Tensor]:
     """``R`` and ``L`` of ``V = L R`` for a batch ``(b, h, c)``, outside of autograd."""
     if householder:
         return _householder(rows)
-    return (_twice(rows) if host_can_look(rows) else None) or _without_branches(rows)
+    if host_can_look(rows):
+        return _twice(rows) or _householder(rows)
+    return _without_branches(rows)
 
 
 def rows_gradient(basis: Tensor, factor: Tensor, grad: Tensor, span_only: bool = False) -> Tensor:

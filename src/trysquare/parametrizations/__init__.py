@@ -4,6 +4,12 @@ A method is a class called as ``Method(geometry, orthogonalizer, dtype=..., devi
 that implements ``Parametrization``. Adding one is one new file and one line of ``METHODS``.
 """
 
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from trysquare.geometry import ConvGeometry
 from trysquare.parametrizations.aoc import AOC
 from trysquare.parametrizations.aol import AOL
 from trysquare.parametrizations.base import Parametrization
@@ -24,4 +30,48 @@ METHODS: dict[str, type[Parametrization]] = {
     "bro": BRO,
 }
 
-__all__ = ["AOC", "AOL", "BCOP", "BRO", "METHODS", "RKO", "SOC", "OrthonormalMatrix", "Parametrization", "SCFac"]
+
+def find_method(name: str, options: Collection[str] = ()) -> type[Parametrization]:
+    """The class of a method, if it has these options.
+
+    Raises:
+        ValueError: if there is no method of that name.
+        TypeError: if it has no such option.
+    """
+    if name not in METHODS:
+        raise ValueError(f"method={name!r} must be one of {', '.join(map(repr, METHODS))}")
+    known = METHODS[name].options
+    for option in options:
+        if option not in known:
+            takes = f"its options are {', '.join(known)}" if known else "it has no options"
+            raise TypeError(f"method={name!r} got an unexpected keyword argument {option!r}; {takes}")
+    return METHODS[name]
+
+
+def orthogonal_kernel(name: str, geometry: ConvGeometry, orthogonalizer: str, **factory: Any) -> Parametrization:
+    """An orthogonal kernel of just this geometry, for blocks that are made of several.
+
+    Raises:
+        ValueError: if the method is not orthogonal, or makes a kernel of another size.
+    """
+    chosen = find_method(name)
+    size = geometry.kernel_size
+    if not chosen.orthogonal or chosen.full_kernel_size(size, geometry.stride, geometry.dilation) != size:
+        raise ValueError(f"method={name!r} has no orthogonal kernel of exactly {size}; use method='aoc'")
+    return chosen(geometry, orthogonalizer, **factory)  # type: ignore[call-arg,arg-type]
+
+
+__all__ = [
+    "AOC",
+    "AOL",
+    "BCOP",
+    "BRO",
+    "METHODS",
+    "RKO",
+    "SOC",
+    "OrthonormalMatrix",
+    "Parametrization",
+    "SCFac",
+    "find_method",
+    "orthogonal_kernel",
+]

@@ -14,53 +14,12 @@ from torch.nn.utils import parametrize
 from trysquare.geometry import Sizes
 from trysquare.linalg.precision import at_least_float32, full_precision
 from trysquare.parametrizations.search import search_free_tensors
+from trysquare.parametrizations.upkeep import WeightCache, owned, tend
 
-# Training passes between two looks at the condition of the free tensors.
-_RECONDITION_EVERY = 64
-# Largest entry by which an assigned weight and the one built from the free tensors found for it may
-# differ.
-_ASSIGNMENT_TOLERANCE = {torch.float64: 1e-8}
-_ASSIGNMENT_TOLERANCE_FLOAT32 = 1e-5
+# Largest entry, in units of the dtype's rounding, by which an assigned weight and the one built for it may differ.
+_ASSIGNMENT_ROUNDINGS = {torch.float64: 1e8, torch.float32: 50.0}
 # Random starts of the search where there is no closed form: many lead to local minima.
 _ASSIGNMENT_STARTS = 64
-
-
-class WeightCache:
-    """One weight, with what it was built from. A copy starts empty.
-
-    The sources are remembered as slots of the module that holds them, so that a tensor that was
-    replaced, moved or written to is seen. Holding on to the tensors keeps their memory from being
-    reused, so that equal addresses mean the same memory.
-    """
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the weight."""
-        self.weight: Tensor | None = None
-        self._held: list[Tensor] = []
-        self._slots: list[tuple[dict[str, Any], str, Tensor, int, int]] = []
-
-    def store(self, weight: Tensor, slots: dict[str, Any]) -> None:
-        """Remember ``weight`` as made from the tensors in ``slots``."""
-        self.weight = weight
-        self._slots = [(slots, name, source, source._version, source.data_ptr()) for name, source in slots.items()]
-        self._held = [source.detach() for source in slots.values()]
-
-    def fresh(self) -> bool:
-        """Whether there is a weight, and everything that it was built from is as it was."""
-        if self.weight is None:
-            return False
-        for slots, name, source, version, address in self._slots:
-            if slots[name] is not source or source._version != version:
-                return False
-            if source.data_ptr() != address:
-                return False
-        return True
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
-        return WeightCache()
 
 
 class Parametrization(nn.Module, ABC):
@@ -72,8 +31,9 @@ class Parametrization(nn.Module, ABC):
 
     Free tensors stay in float32 when the layer is cast to a shorter dtype: the weight is built from
     them in float32 and rounded once. In eval mode a weight that needs no gradient is built once and
-    kept until a free tensor is written to, moved or replaced, or until the mode changes. Writes
-    through ``.data`` that torch's version counter does not see are the one exception.
+    kept until a free tensor is written to, moved or replaced, an optimizer steps, or the mode
+    changes. The one exception are writes through ``.data`` outside of an optimizer, which torch's
+    version counter does not see.
     """
 
     like: Tensor
@@ -85,12 +45,10 @@ class Parametrization(nn.Module, ABC):
 
     def __init__(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
         super().__init__()
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"dtype={dtype} must be a real floating point type")
         self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
         self.cache = WeightCache()
         self._slots: dict[str, Any] = {}
-        self._passes = 0
+        self._tended_as = 0
         self._initial: Sequence[Tensor] | None = None
 
     @classmethod
@@ -131,42 +89,43 @@ class Parametrization(nn.Module, ABC):
 
     def forward(self, *free: Tensor) -> Tensor:
         """The weight in the layer's dtype, from the cache where that is right."""
-        self._keep_well_conditioned(free)
+        self._be_tended()
         if not self._may_cache(free):
             return self._built(free)
         if not self.cache.fresh():
-            self.cache.store(self._built(free), self._slots)
+            # Not an inference tensor even in inference mode: the next pass may want gradients of its input.
+            with torch.inference_mode(False), torch.no_grad():
+                self.cache.store(self._built(free), self._slots)
         assert self.cache.weight is not None
         return self.cache.weight
+
+    def _be_tended(self) -> None:
+        # A deep copy was never attached; its identity tells.
+        if self._tended_as != id(self) and not torch.compiler.is_compiling():
+            self._tended_as = id(self)
+            tend(self)
 
     def _may_cache(self, free: Sequence[Tensor]) -> bool:
         if self.training or torch.compiler.is_compiling():
             return False
         grad = torch.is_grad_enabled()
-        return self._owns(free) and not any(tensor.is_inference() or (grad and tensor.requires_grad) for tensor in free)
-
-    def _owns(self, free: Sequence[Tensor]) -> bool:
-        """Whether these are the layer's own parameters, not tensors that somebody else put there."""
-        return all(
-            tensor is slot and type(tensor) is nn.Parameter
-            for tensor, slot in zip(free, self._slots.values(), strict=True)
+        return owned(free, self._slots) and not any(
+            tensor.is_inference() or (grad and tensor.requires_grad) for tensor in free
         )
 
-    def _keep_well_conditioned(self, free: Sequence[Tensor]) -> None:
-        """Every so often in training, replace free tensors that degenerate by others of the same weight.
+    @torch.no_grad()
+    def keep_well_conditioned(self, trained: set[int]) -> None:
+        """Replace free tensors that degenerate by others of the same weight, if they are among the ``trained``.
 
-        The old and new ones differ by a factor that the weight does not depend on, and so does
-        every mean of them: momentum and averages of an optimizer keep their meaning.
+        Old and new ones differ by a factor that the weight does not depend on, and so does every mean of them: averages
+        that an optimizer takes of positions keep their meaning. Momentum is that of the old ones for a few steps.
         """
-        if not self.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        free = list(self._slots.values())
+        if not free or not owned(free, self._slots) or not trained.issuperset(map(id, free)):
             return
-        if not self._owns(free):
-            return
-        self._passes += 1
-        if self._passes % _RECONDITION_EVERY == 0:
-            with torch.no_grad(), full_precision(free[0]):
-                for tensor, better in zip(free, self.reconditioned(*free), strict=True):
-                    tensor.copy_(better)
+        with full_precision(free[0]):
+            for tensor, better in zip(free, self.reconditioned(*free), strict=True):
+                tensor.copy_(better)
 
     def _built(self, free: Sequence[Tensor]) -> Tensor:
         with full_precision(free[0]):
@@ -190,6 +149,7 @@ class Parametrization(nn.Module, ABC):
         parametrize.register_parametrization(module, name, self, unsafe=True)
         held: Any = module.parametrizations
         self._slots = held[name]._parameters
+        self._be_tended()
 
     @torch.no_grad()
     def redraw(self, free: Sequence[Tensor]) -> None:
@@ -207,9 +167,11 @@ class Parametrization(nn.Module, ABC):
         if self._initial is not None:
             free, self._initial = self._initial, None
             return free
+        if not isinstance(weight, Tensor) or not weight.dtype.is_floating_point:
+            raise ValueError("weight must be a tensor of a real floating point type")
         exact = weight.detach().double().cpu()
-        self._check_finite(exact)
-        tolerance = _ASSIGNMENT_TOLERANCE.get(weight.dtype, _ASSIGNMENT_TOLERANCE_FLOAT32)
+        self._check_assignable(exact)
+        tolerance = _ASSIGNMENT_ROUNDINGS.get(weight.dtype, 2.0) * torch.finfo(weight.dtype).eps
         starts = chain([self.solve(exact)], (self.draw() for _ in range(_ASSIGNMENT_STARTS)))
         free, missed = search_free_tensors(self.build, starts, exact, tolerance)
         if missed > tolerance:
@@ -219,7 +181,7 @@ class Parametrization(nn.Module, ABC):
             )
         return [tensor.to(weight.device, at_least_float32(weight.dtype)) for tensor in free]
 
-    def _check_finite(self, weight: Tensor) -> None:
+    def _check_assignable(self, weight: Tensor) -> None:
         expected = self.weight_shape
         if tuple(weight.shape) != tuple(expected):
             raise ValueError(f"weight has shape {tuple(weight.shape)}, the layer's is {tuple(expected)}")

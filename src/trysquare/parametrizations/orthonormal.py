@@ -61,7 +61,7 @@ class OrthonormalMatrix(Parametrization):
 
     def build(self, *free: Tensor) -> Tensor:
         """The orthonormal matrix."""
-        return self._apply_orthogonalizer(free[0])
+        return self._apply_orthogonalizer(free[0]).contiguous()
 
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
         """The same orthonormal matrix from a well conditioned one."""

@@ -63,6 +63,6 @@ def _descend(
             break
         optimizer.step(closure)
         before, left = left, missed()
-        if left > 0.8 * before and left > tolerance:
+        if left > 0.8 * before:
             break
     return [tensor.detach() for tensor in free], left
