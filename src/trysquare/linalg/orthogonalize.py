@@ -128,6 +128,7 @@ class _Polar(torch.autograd.Function):
         basis, stretch = ctx.saved_tensors
         with full_precision(grad):
             values, vectors = torch.linalg.eigh((stretch + stretch.mT) / 2)
+            values = values.clamp_min(torch.finfo(values.dtype).tiny ** 0.75)  # or the gradient is not finite
             tangent = torch.matmul(grad, basis.mT)
             skew = torch.matmul(vectors.mT, torch.matmul(tangent - tangent.mT, vectors))
             skew = skew / (values.unsqueeze(-1) + values.unsqueeze(-2))
