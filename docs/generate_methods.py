@@ -47,14 +47,14 @@ FEATURES: dict[str, list[tuple[bool, tuple[int, int], Any, dict[str, Any], tuple
 NOTES = {
     "rko": "`rko` is orthogonal exactly where no input is read by two windows, `k <= s / gcd(s, d)` on each axis. "
     "Elsewhere the reshaped matrix is not an orthogonal kernel: a row must be orthogonal to its own shifts too "
-    "(`W Wᵀ = I` asks for it at every lag), which an orthonormal matrix does not give. It is divided by the square root "
-    "of the number of windows that share an input, and 1-Lipschitz by the bound in `parametrizations/rko.py`.",
+    "(`W Wᵀ = I` asks for it at every lag), which an orthonormal matrix does not give. It is divided by the square "
+    "root of the number of windows that share an input, and 1-Lipschitz by the bound in `parametrizations/rko.py`.",
     "aol": "`aol` rescales a free kernel by the row sums of `|WᵀW|`; the lemma behind it (diagonal dominance, "
     "`parametrizations/aol.py`) bounds singular values from above only. They are all 1 if and only if the free kernel "
     "is orthogonal up to the scale of its channels.",
-    "soc": "`soc` is the Taylor polynomial of an exponential. A polynomial of modulus 1 on an interval of the imaginary "
-    "axis is constant, so none is exactly orthogonal for every skew kernel; the layer states a certified error instead "
-    "(`layer.truncation_error`), which more `terms` make as small as wanted. `kernel_size` is that of the skew kernel "
+    "soc": "`soc` is the Taylor polynomial of an exponential. A polynomial of modulus 1 on an interval of the "
+    "imaginary axis is constant, so none is exactly orthogonal for every skew kernel; the layer states a certified "
+    "error instead (`layer.truncation_error`), which more `terms` make as small as wanted. `kernel_size` is that of the skew kernel "
     "and must be odd: a skew kernel has a tap at `-j` for each tap at `j`.",
     "sc-fac": "`sc-fac` kernels are separable: `K_ij = A_i M B_j`. Checked by the rank of the taps as a block matrix.",
     "fourier": "A convolution built from free blocks at each frequency has a kernel as large as the image (a kernel of "
