@@ -3,9 +3,9 @@
     python benchmarks/methods.py [--channels 32] [--size 16] [--batch 8] [--picture methods.png]
 
 For each method: building the weight (forward and backward of the weight alone; for the methods in the Fourier domain
-the response at that image size), one training step (forward and backward of the layer), the forward pass in eval mode, and
-the bytes that autograd keeps for backward. All layers of a row are measured in turns; times depend on the machine, so
-look at the ratios to ``nn.Conv2d``. The picture needs matplotlib.
+the response at that image size), one training step (forward and backward of the layer), the forward pass in eval mode,
+and the bytes that autograd keeps for backward. Layers are measured in turns; times depend on the machine, so look at
+the ratios to ``nn.Conv2d``. The picture needs matplotlib.
 """
 
 from __future__ import annotations

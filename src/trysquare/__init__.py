@@ -17,6 +17,7 @@ from trysquare.layers import (
     OrthoConvTranspose3d,
     OrthoLinear,
 )
+from trysquare.optim import ProjUNN
 from trysquare.parametrizations import METHODS
 from trysquare.spectrum import singular_values
 
@@ -37,6 +38,7 @@ __all__ = [
     "OrthoConvTranspose2d",
     "OrthoConvTranspose3d",
     "OrthoLinear",
+    "ProjUNN",
     "linalg",
     "singular_values",
     "to_torch",
