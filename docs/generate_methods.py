@@ -54,8 +54,8 @@ NOTES = {
     "is orthogonal up to the scale of its channels.",
     "soc": "`soc` is the Taylor polynomial of an exponential. A polynomial of modulus 1 on an interval of the "
     "imaginary axis is constant, so none is exactly orthogonal for every skew kernel; the layer states a certified "
-    "error instead (`layer.truncation_error`), which more `terms` make as small as wanted. `kernel_size` is that of "
-    "the skew kernel and must be odd: a skew kernel has a tap at `-j` for each tap at `j`.",
+    "error instead (`layer.truncation_error`), which more `terms` make as small as wanted. `kernel_size` "
+    "is that of the skew kernel and must be odd: a skew kernel has a tap at `-j` for each tap at `j`.",
     "sc-fac": "`sc-fac` kernels are separable: `K_ij = A_i M B_j`. Checked by the rank of the taps as a block matrix.",
     "fourier": "A convolution built from free blocks at each frequency has a kernel as large as the image (a kernel of "
     "`k` taps has only `prod(k)` degrees of freedom for the blocks of all frequencies), so it depends on the size of "
@@ -202,6 +202,10 @@ The first {len(ts.METHODS)} are `OrthoConv1d/2d/3d` and `OrthoConvTranspose1d/2d
 {len(RESPONSES)} are `FourierOrthoConv1d/2d/3d` and `FourierOrthoConvTranspose1d/2d/3d` with `method=...`.
 
 {table()}
+
+ProjUNN-T is not a layer but an optimizer, `ProjUNN`, for parameters that are orthogonal themselves: square matrices, and
+the blocks of a convolution in the Fourier domain. A parameter that is moved along the orthogonal group must be square (a
+group has one identity), so it has neither a stride nor a change of channels.
 
 ```python
 layer = ts.OrthoConv2d(16, 32, 3, stride=2, method="soc", terms=6)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "src" / "trysquare"
-ROWS = ["geometry", "linalg", "parametrizations", "layers", "spectrum", "export", "__init__"]
+ROWS = ["geometry", "linalg", "optim", "parametrizations", "layers", "spectrum", "export", "__init__"]
 
 
 def row(module: str) -> int:

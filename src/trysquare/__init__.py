@@ -76,6 +76,7 @@ from trysquare.layers import (
     SLLLinear,
     UnitNormLinear,
 )
+from trysquare.optim import ProjUNN
 from trysquare.parametrizations import METHODS
 from trysquare.spectrum import singular_values
 
@@ -133,6 +134,7 @@ __all__ = [
     "OrthoConvTranspose2d",
     "OrthoConvTranspose3d",
     "OrthoLinear",
+    "ProjUNN",
     "SLLAOCBlock",
     "SLLAOCBlock1d",
     "SLLAOCBlock2d",

@@ -1,0 +1,57 @@
+"""Steps along the orthogonal and unitary groups whose cost is that of a low rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def low_rank_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """``L``, ``R`` of an approximation ``L R*`` of low rank near the best one: a random range after a power iteration.
+
+    All matrices of a batch are sampled with the same real vectors, so conjugate matrices get conjugate factors.
+
+    Args:
+        matrix: ``(..., n, m)``, real or complex.
+        rank: columns of the factors; at most ``min(n, m)``.
+
+    Returns:
+        ``(..., n, rank)`` with orthonormal columns, and ``(..., m, rank)``.
+    """
+    probe = torch.randn(matrix.shape[-1], rank, dtype=matrix.real.dtype, device=matrix.device).to(matrix.dtype)
+    # Normalised in between: two products of tiny gradients would underflow.
+    once, _ = torch.linalg.qr(torch.matmul(matrix, probe))
+    left, _ = torch.linalg.qr(torch.matmul(matrix, torch.linalg.qr(torch.matmul(matrix.mH, once)).Q))
+    return left, torch.matmul(matrix.mH, left)
+
+
+def rotate(matrix: Tensor, left: Tensor, right: Tensor, step: float) -> Tensor:
+    """``U exp(-step A)``, where ``A = (U* G - G* U) / 2`` is the tangent direction of the gradient ``G = left right*``.
+
+    ``A`` has a rank of at most twice that of ``G``, so with an orthonormal basis ``Q`` of its range the exponential is
+    ``I + Q (exp(-step Q* A Q) - I) Q*``: products of ``n x n`` with thin matrices, and a small exponential.
+
+    Args:
+        matrix: ``(..., n, n)``, orthogonal or unitary.
+        left: ``(..., n, rank)``.
+        right: ``(..., n, rank)``.
+        step: length of the step.
+    """
+    turned = torch.matmul(matrix.mH, left)
+    basis, _ = torch.linalg.qr(torch.cat([turned, right], -1))
+    inner = torch.matmul(torch.matmul(basis.mH, turned), torch.matmul(right.mH, basis))
+    skew = (inner - inner.mH) / 2
+    eye = torch.eye(skew.shape[-1], dtype=skew.dtype, device=skew.device)
+    change = torch.linalg.matrix_exp(-step * skew) - eye
+    return matrix + torch.matmul(torch.matmul(torch.matmul(matrix, basis), change), basis.mH)
+
+
+def polish(matrix: Tensor) -> Tensor:
+    """One Newton-Schulz step: squares the distance of a nearly unitary matrix from the group."""
+    return 1.5 * matrix - 0.5 * torch.matmul(matrix, torch.matmul(matrix.mH, matrix))
+
+
+def distance_from_unitary(matrix: Tensor) -> float:
+    """Largest entry of ``U* U - I`` over the batch."""
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    return float((torch.matmul(matrix.mH, matrix) - eye).abs().max())
