@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trysquare.layers.potential import Contraction, PotentialConv, PotentialLinear
-from trysquare.linalg.rescaling import contract_rows
+from trysquare.linalg.rescaling import contract_rows, gram
 
 
 class RowContraction(Contraction):
@@ -27,6 +27,16 @@ class RowContraction(Contraction):
         """Rescale the hidden channels."""
         kernel, log_q = free
         return contract_rows(kernel, log_q.exp())
+
+    def solve(self, weight: Tensor) -> list[Tensor]:
+        """The weight itself, with the weights ``q`` that leave it as it is.
+
+        For a kernel that ``contract_rows`` made, the row sums of ``|K Kᵀ|`` have Perron eigenvalue 1
+        (its eigenvector is ``T^(1/2) q``), and with the eigenvector for ``q`` they are all 1.
+        """
+        sums = gram(weight).abs().flatten(2).sum(-1) if weight.ndim > 2 else gram(weight).abs()
+        perron = torch.linalg.eigh(sums).eigenvectors[:, -1].abs()
+        return [weight, perron.clamp_min(1e-12).log()]
 
     def extra_repr(self) -> str:
         """Shape."""
