@@ -36,7 +36,9 @@ class RowContraction(Contraction):
         """
         sums = gram(weight).abs().flatten(2).sum(-1) if weight.ndim > 2 else gram(weight).abs()
         perron = torch.linalg.eigh(sums).eigenvectors[:, -1].abs()
-        return [weight, positive_inverse(perron / perron.amax().clamp_min(1e-30))]
+        # Only ratios matter: the middle of their range goes to 1, the middle of what ``positive`` reaches.
+        perron = perron.clamp_min(1e-30)
+        return [weight, positive_inverse(perron / (perron.amax() * perron.amin()).sqrt())]
 
     def extra_repr(self) -> str:
         """Shape."""

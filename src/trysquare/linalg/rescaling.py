@@ -31,15 +31,15 @@ def unit_rows(matrix: Tensor) -> Tensor:
 
 
 # Logarithms of free positive factors stay within this. Unbounded, one large step of an optimizer makes them overflow.
-_LOG_LIMIT = 10.0
+_LOG_LIMIT = 5.0
 
 
 def positive(free: Tensor) -> Tensor:
-    """``exp`` near 0, bounded by ``exp(±10)``: positive factors from free numbers, finite whatever these are.
+    """``exp`` near 0, bounded by ``exp(±5)``: positive factors from free numbers, finite whatever these are.
 
     >>> from trysquare.linalg.rescaling import positive
     >>> positive(torch.tensor([-1e6, 0.0]))
-    tensor([4.5400e-05, 1.0000e+00])
+    tensor([0.0067, 1.0000])
     """
     return (_LOG_LIMIT * torch.tanh(free / _LOG_LIMIT)).exp()
 
