@@ -64,6 +64,15 @@ def test_never_amplifies(make, shape, state):
 
 
 @each
+def test_wild_parameters_stay_finite(make, shape):
+    block = randomise(make(), 1e4)
+    y = block(torch.randn(2, *shape))
+    y.sum().backward()
+    assert y.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in block.parameters())
+
+
+@each
 @pytest.mark.parametrize("activation", [nn.Identity(), nn.Tanh()])
 def test_never_amplifies_with_other_activations(make, shape, activation):
     assert_one_lipschitz(randomise(make(activation=activation)), shape)

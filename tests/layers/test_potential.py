@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import trysquare as ts
-from tests.jacobians import assert_one_lipschitz
+from tests.jacobians import assert_one_lipschitz, randomise
 
 
 @pytest.mark.parametrize("cls", [ts.SLLBlock2d, ts.CPLBlock2d])
@@ -29,3 +29,20 @@ def test_one_hidden_unit_is_a_reflection(cls):
     relu.load_state_dict(layer.state_dict())
     half = torch.where(x @ layer.weight[0] > 0, layer(x), x)  # fold along one plane
     torch.testing.assert_close(relu(x), half)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: ts.SLLBlock2d(3, 4), lambda: ts.SLLLinear(5, 3), lambda: ts.CPLBlock1d(3, 4), lambda: ts.CPLLinear(5)],
+)
+def test_kernels_can_be_assigned(make):
+    source, block = randomise(make()), make()
+    weight = source.weight.detach()
+    block.weight = weight
+    torch.testing.assert_close(block.weight, weight, atol=1e-6, rtol=0)
+
+
+def test_kernels_that_belong_together_cannot():
+    block = ts.SandwichLinear(4, 4)
+    with pytest.raises(ValueError, match="2 kernels of this block are made together"):
+        block.weight = block.weight.detach()

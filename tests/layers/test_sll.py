@@ -10,8 +10,8 @@ from tests.jacobians import exact, jacobian, randomise
 
 def test_equation_of_the_paper():
     layer = randomise(ts.SLLLinear(5, 4)).double()
-    free, log_q = (t.detach() for t in layer.free_tensors)
-    w, q = free.T, log_q.exp()
+    free, free_q = (t.detach() for t in layer.free_tensors)
+    w, q = free.T, (5 * torch.tanh(free_q / 5)).exp()
     t = ((w.T @ w).abs() * q[None, :] / q[:, None]).sum(1)
     x = torch.randn(10, 5, dtype=torch.float64)
     # ReLU is homogeneous: T^-1 after it is T^-1/2 on both sides, with the bias scaled.

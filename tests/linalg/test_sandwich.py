@@ -30,7 +30,7 @@ def test_the_layer_is_a_contraction_for_all_slopes_and_the_bound_is_attained():
     largest = 0.0
     for _ in range(10):
         a, b = cayley_pair(torch.randn(7, 4, dtype=torch.float64), 4)
-        first, second = sandwich_pair(a, b, torch.randn(4, dtype=torch.float64))
+        first, second = sandwich_pair(a, b, torch.randn(4, dtype=torch.float64).exp())
         for slopes in itertools.product((0.0, 1.0), repeat=4):
             jacobian = second.T @ torch.diag(torch.tensor(slopes, dtype=torch.float64)) @ first
             norm = float(torch.linalg.matrix_norm(jacobian, 2))

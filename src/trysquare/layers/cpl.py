@@ -32,6 +32,10 @@ class NormContraction(Contraction):
         bound = norm_bound(free[0], self.steps)
         return free[0] / torch.where(bound > 0, bound, 1.0)
 
+    def solve(self, weight: Tensor) -> list[Tensor]:
+        """The weight itself: its bound is 1."""
+        return [weight]
+
     def extra_repr(self) -> str:
         """Shape and quality of the bound."""
         return f"{self.shape}, steps={self.steps}"

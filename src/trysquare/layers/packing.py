@@ -63,6 +63,13 @@ class PackedKernels(Parametrization):
         pairs = zip(self.parts, owned, strict=True)
         return [*(tensor for part, own in pairs for tensor in part.reconditioned(*own)), *extra]
 
+    def solve(self, weight: Tensor) -> list[Tensor]:
+        """Refuse: kernels that belong together cannot be assigned."""
+        raise ValueError(
+            f"the {len(self.kernel_shapes)} kernels of this block are made together and cannot be assigned; load a "
+            "state_dict, or write to the free tensors"
+        )
+
     def _owned(self, free: tuple[Tensor, ...]) -> tuple[list[tuple[Tensor, ...]], tuple[Tensor, ...]]:
         """The free tensors of each part, and the extra ones."""
         owned, start = [], 0

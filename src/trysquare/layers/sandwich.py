@@ -20,12 +20,13 @@ from trysquare.layers.conv import Size
 from trysquare.layers.explicit import convolve, flipped, hidden_bias, plain_convolution, plain_linear
 from trysquare.layers.packing import PackedKernels, Shapes, unpack
 from trysquare.linalg.kernels import adjoint
+from trysquare.linalg.rescaling import positive
 from trysquare.linalg.sandwich import mix, sandwich_pair
 from trysquare.parametrizations import OrthonormalMatrix, orthogonal_kernel
 
 
 class SandwichMatrices(PackedKernels):
-    """``√2 Ψ⁻¹ B`` and ``√2 Aᵀ Ψ`` for one orthonormal matrix ``[A B]`` and free logarithms of ``Ψ``."""
+    """``√2 Ψ⁻¹ B`` and ``√2 Aᵀ Ψ`` for one orthonormal matrix ``[A B]`` and free factors ``Ψ``."""
 
     def __init__(self, inputs: int, outputs: int, hidden: int, orthogonalizer: str, **factory: Any) -> None:
         both = OrthonormalMatrix((hidden, outputs + inputs), orthogonalizer, **factory)
@@ -39,8 +40,8 @@ class SandwichMatrices(PackedKernels):
 
     def build_kernels(self, *tensors: Tensor) -> list[Tensor]:
         """Split, and scale by ``Ψ``."""
-        both, log_psi = tensors
-        first, second = sandwich_pair(both[:, : self.outputs], both[:, self.outputs :], log_psi)
+        both, free_psi = tensors
+        first, second = sandwich_pair(both[:, : self.outputs], both[:, self.outputs :], positive(free_psi))
         return [first, second.mT]
 
 
@@ -60,8 +61,8 @@ class SandwichKernels(PackedKernels):
 
     def build_kernels(self, *tensors: Tensor) -> list[Tensor]:
         """Mix, and scale by ``Ψ``."""
-        a, b, matrix, log_psi = tensors
-        first, second = sandwich_pair(*mix(matrix, a, b), log_psi)
+        a, b, matrix, free_psi = tensors
+        first, second = sandwich_pair(*mix(matrix, a, b), positive(free_psi))
         return [first, adjoint(second)]
 
 

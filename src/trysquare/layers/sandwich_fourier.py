@@ -16,6 +16,7 @@ from trysquare.layers.conv import Size
 from trysquare.layers.explicit import hidden_bias
 from trysquare.layers.pooling import space_to_depth
 from trysquare.linalg.precision import at_least_float32, full_precision
+from trysquare.linalg.rescaling import positive
 from trysquare.linalg.sandwich import frequency_pair, sandwich_pair
 from trysquare.parametrizations.upkeep import WeightCache
 
@@ -31,7 +32,7 @@ class FrequencyResponse(nn.Module):
         self.outputs = outputs
         precise = at_least_float32(torch.get_default_dtype() if dtype is None else dtype)
         self.free = nn.Parameter(torch.empty(outputs + inputs, outputs, *kernel_size, device=device, dtype=precise))
-        self.log_psi = nn.Parameter(torch.empty(outputs, device=device, dtype=precise))
+        self.free_psi = nn.Parameter(torch.empty(outputs, device=device, dtype=precise))
         self._cache = WeightCache()
         self._sizes: tuple[int, ...] = ()
         self.reset_parameters()
@@ -39,7 +40,7 @@ class FrequencyResponse(nn.Module):
     def reset_parameters(self) -> None:
         """A normal kernel whose frequency response has entries of size ``1 / sqrt(rows)``, and ``Ψ = I``."""
         nn.init.normal_(self.free, std=(self.free.shape[0] * prod(self.free.shape[2:])) ** -0.5)
-        nn.init.zeros_(self.log_psi)
+        nn.init.zeros_(self.free_psi)
 
     def forward(self, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """``(frequencies, n, m)`` before the activation and ``(frequencies, n, n)``, to be transposed, after it."""
@@ -56,13 +57,13 @@ class FrequencyResponse(nn.Module):
     def _may_cache(self) -> bool:
         if self.training or torch.compiler.is_compiling():
             return False
-        tensors = (self.free, self.log_psi)
+        tensors = (self.free, self.free_psi)
         return not any(t.is_inference() or (torch.is_grad_enabled() and t.requires_grad) for t in tensors)
 
     def _built(self, sizes: tuple[int, ...]) -> Tensor:
         with full_precision(self.free):
             a, b = frequency_pair(self.free, sizes, self.outputs)
-            before, after = sandwich_pair(a.transpose(0, 1), b.transpose(0, 1), self.log_psi)
+            before, after = sandwich_pair(a.transpose(0, 1), b.transpose(0, 1), positive(self.free_psi))
             return torch.cat((after, before), -1).transpose(0, 1)
 
     def train(self, mode: bool = True) -> Self:

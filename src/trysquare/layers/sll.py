@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from trysquare.layers.potential import Contraction, PotentialConv, PotentialLinear
-from trysquare.linalg.rescaling import contract_rows
+from trysquare.linalg.rescaling import contract_rows, gram, positive, positive_inverse
 
 
 class RowContraction(Contraction):
-    """``T^(-1/2) K`` for a free kernel ``K`` and free logarithms of the weights ``q`` that ``T`` depends on."""
+    """``T^(-1/2) K`` for a free kernel ``K`` and free positive weights ``q`` that ``T`` depends on."""
 
     @property
     def free_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Kernel and logarithms of the weights."""
+        """Kernel and weights."""
         return self.shape, self.shape[:1]
 
     def draw(self) -> list[Tensor]:
@@ -25,8 +25,20 @@ class RowContraction(Contraction):
 
     def build(self, *free: Tensor) -> Tensor:
         """Rescale the hidden channels."""
-        kernel, log_q = free
-        return contract_rows(kernel, log_q.exp())
+        kernel, free_q = free
+        return contract_rows(kernel, positive(free_q))
+
+    def solve(self, weight: Tensor) -> list[Tensor]:
+        """The weight itself, with the weights ``q`` that leave it as it is.
+
+        For a kernel that ``contract_rows`` made, the row sums of ``|K Kᵀ|`` have Perron eigenvalue 1
+        (its eigenvector is ``T^(1/2) q``), and with the eigenvector for ``q`` they are all 1.
+        """
+        sums = gram(weight).abs().flatten(2).sum(-1) if weight.ndim > 2 else gram(weight).abs()
+        perron = torch.linalg.eigh(sums).eigenvectors[:, -1].abs()
+        # Only ratios matter: the middle of their range goes to 1, the middle of what ``positive`` reaches.
+        perron = perron.clamp_min(1e-30)
+        return [weight, positive_inverse(perron / (perron.amax() * perron.amin()).sqrt())]
 
     def extra_repr(self) -> str:
         """Shape."""

@@ -30,6 +30,25 @@ def unit_rows(matrix: Tensor) -> Tensor:
     return scaled * torch.where(square > 0, square, 1.0).rsqrt()
 
 
+# Logarithms of free positive factors stay within this. Unbounded, one large step of an optimizer makes them overflow.
+_LOG_LIMIT = 5.0
+
+
+def positive(free: Tensor) -> Tensor:
+    """``exp`` near 0, bounded by ``exp(±5)``: positive factors from free numbers, finite whatever these are.
+
+    >>> from trysquare.linalg.rescaling import positive
+    >>> positive(torch.tensor([-1e6, 0.0]))
+    tensor([0.0067, 1.0000])
+    """
+    return (_LOG_LIMIT * torch.tanh(free / _LOG_LIMIT)).exp()
+
+
+def positive_inverse(factors: Tensor) -> Tensor:
+    """Free numbers that ``positive`` maps to ``factors``, or near them if they are out of bounds."""
+    return _LOG_LIMIT * torch.atanh((factors.log() / _LOG_LIMIT).clamp(-0.999999, 0.999999))
+
+
 def gram(kernel: Tensor) -> Tensor:
     """Kernel ``(n, n, *(2k - 1))`` of ``K Kᵀ`` for the convolution ``K`` with kernel ``(n, m, *k)``, or a matrix."""
     return compose(kernel, adjoint(kernel))

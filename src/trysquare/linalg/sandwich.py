@@ -14,16 +14,16 @@ from trysquare.linalg.kernels import compose
 from trysquare.linalg.spectrum import _wrap_taps
 
 
-def sandwich_pair(a: Tensor, b: Tensor, log_psi: Tensor) -> tuple[Tensor, Tensor]:
-    """Kernels of ``√2 Ψ⁻¹ B`` and ``√2 Ψ A``, ``Ψ = diag(exp(log_psi))`` on the first axis.
+def sandwich_pair(a: Tensor, b: Tensor, psi: Tensor) -> tuple[Tensor, Tensor]:
+    """Kernels of ``√2 Ψ⁻¹ B`` and ``√2 Ψ A`` for the diagonal matrix ``Ψ`` on the first axis.
 
     Args:
         a: ``(h, n, *k)``.
         b: ``(h, m, *l)``.
-        log_psi: ``(h)``.
+        psi: positive, ``(h)``.
     """
-    inverse, psi = ((2**0.5 * (sign * log_psi).exp()) for sign in (-1, 1))
-    return b * inverse.view(-1, *(1,) * (b.ndim - 1)), a * psi.view(-1, *(1,) * (a.ndim - 1))
+    root = 2**0.5
+    return b * (root / psi).view(-1, *(1,) * (b.ndim - 1)), a * (root * psi).view(-1, *(1,) * (a.ndim - 1))
 
 
 def mix(matrix: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
