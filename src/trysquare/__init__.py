@@ -1,6 +1,6 @@
 """Orthogonal and 1-Lipschitz layers for PyTorch: exact, fast and easy to check."""
 
-from trysquare import linalg
+from trysquare import linalg, lipschitz
 from trysquare.export import to_torch
 from trysquare.layers import (
     OrthoConv1d,
@@ -11,8 +11,9 @@ from trysquare.layers import (
     OrthoConvTranspose3d,
     OrthoLinear,
 )
+from trysquare.lipschitz import lipschitz_bound, lipschitz_lower_bound
 from trysquare.parametrizations import METHODS
-from trysquare.spectrum import singular_values
+from trysquare.spectrum import extreme_singular_values, singular_values, spectral_norm_bound
 
 __version__ = "0.1.0"
 
@@ -25,7 +26,12 @@ __all__ = [
     "OrthoConvTranspose2d",
     "OrthoConvTranspose3d",
     "OrthoLinear",
+    "extreme_singular_values",
     "linalg",
+    "lipschitz",
+    "lipschitz_bound",
+    "lipschitz_lower_bound",
     "singular_values",
+    "spectral_norm_bound",
     "to_torch",
 ]

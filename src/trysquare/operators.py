@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from trysquare.geometry import Pads, Sizes
-from trysquare.layers.conv import _CONV, _Convolution, _flat, _OrthogonalConvolution, _TransposedConvolution
+from trysquare.layers.conv import _CONV, _CONV_TRANSPOSE, _Convolution, _flat, _OrthogonalConvolution, _TransposedConvolution
 from trysquare.layers.linear import OrthoLinear
 from trysquare.linalg.precision import full_precision
 
@@ -174,8 +174,18 @@ class LinearOperator:
 
     def transpose(self, y: Tensor) -> Tensor:
         """The adjoint of ``apply``."""
-        _, pull_back = torch.func.vjp(self.apply, self.kernel.new_zeros(len(y), *self.domain))
-        return pull_back(y)[0]
+        if not self.axes:
+            return F.linear(y, self.kernel.mT)
+        transposed = _CONV_TRANSPOSE[len(self.axes)]
+        x = transposed(y, self.kernel, None, self.stride, 0, 0, self.groups, self.dilation)
+        unread = [(0, axis.size + sum(axis.pad) - axis.read) for axis in self.axes]
+        if self.axes[0].mode == "zeros":
+            cut = [(-axis.pad[0], right - axis.pad[1]) for axis, (_, right) in zip(self.axes, unread, strict=True)]
+            return F.pad(x, _flat(tuple(cut)))
+        for dim, axis in enumerate(self.axes, start=2):
+            shape = (*x.shape[:dim], axis.size, *x.shape[dim + 1 :])
+            x = x.new_zeros(shape).index_add_(dim, axis.sources[: axis.read], x)
+        return x
 
     def dense(self) -> Tensor:
         """Matrices ``(groups, image / groups, domain / groups)`` of the convolution."""
