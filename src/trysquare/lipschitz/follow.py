@@ -118,6 +118,7 @@ class _Follower(fx.Interpreter):
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
+        self.extra_traceback = False
         self.bounds: dict[fx.Node, Any] = {}
         self.steps: list[Step] = []
         self.result_bound = 0.0

@@ -62,7 +62,9 @@ def find_rule(module: nn.Module) -> Rule | None:
     cls = type(module)
     for base in cls.__mro__:
         if base in _RULES:
-            same = all(getattr(cls, name, None) is getattr(base, name, None) for name in ("forward", "_conv_forward"))
+            # Torch's convolutions do their work in `_conv_forward`.
+            defining = [name for name in ("forward", "_conv_forward") if hasattr(base, name)]
+            same = all(getattr(cls, name) is getattr(base, name) for name in defining)
             return _RULES[base] if same else None
     return None
 
