@@ -1,6 +1,8 @@
 """Orthogonal and 1-Lipschitz layers for PyTorch: exact, fast and easy to check."""
 
 from trysquare import linalg, lipschitz
+from trysquare.auditing import AuditReport, audit
+from trysquare.checkpoint import load_model, save_checkpoint
 from trysquare.export import to_torch
 from trysquare.layers import (
     OrthoConv1d,
@@ -19,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
+    "AuditReport",
     "OrthoConv1d",
     "OrthoConv2d",
     "OrthoConv3d",
@@ -26,11 +29,14 @@ __all__ = [
     "OrthoConvTranspose2d",
     "OrthoConvTranspose3d",
     "OrthoLinear",
+    "audit",
     "extreme_singular_values",
     "linalg",
     "lipschitz",
     "lipschitz_bound",
     "lipschitz_lower_bound",
+    "load_model",
+    "save_checkpoint",
     "singular_values",
     "spectral_norm_bound",
     "to_torch",
