@@ -1,6 +1,8 @@
 """Orthogonal and 1-Lipschitz layers for PyTorch: exact, fast and easy to check."""
 
-from trysquare import linalg
+from trysquare import linalg, lipschitz
+from trysquare.auditing import AuditReport, audit
+from trysquare.checkpoint import load_model, save_checkpoint
 from trysquare.export import to_torch
 from trysquare.layers import (
     Abs,
@@ -76,15 +78,17 @@ from trysquare.layers import (
     SLLLinear,
     UnitNormLinear,
 )
+from trysquare.lipschitz import lipschitz_bound, lipschitz_lower_bound
 from trysquare.optim import ProjUNN
 from trysquare.parametrizations import METHODS
-from trysquare.spectrum import singular_values
+from trysquare.spectrum import extreme_singular_values, singular_values, spectral_norm_bound
 
 __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
     "Abs",
+    "AuditReport",
     "BatchCentering",
     "CPLBlock",
     "CPLBlock1d",
@@ -157,7 +161,15 @@ __all__ = [
     "ScaledAvgPool2d",
     "ScaledAvgPool3d",
     "UnitNormLinear",
+    "audit",
+    "extreme_singular_values",
     "linalg",
+    "lipschitz",
+    "lipschitz_bound",
+    "lipschitz_lower_bound",
+    "load_model",
+    "save_checkpoint",
     "singular_values",
+    "spectral_norm_bound",
     "to_torch",
 ]

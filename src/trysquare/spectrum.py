@@ -1,51 +1,237 @@
-"""Singular values of layers."""
+"""Singular values of layers, and certified bounds on them."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from trysquare.layers.conv import _OrthogonalConvolution
-from trysquare.linalg.spectrum import circular_singular_values
+from trysquare.linalg.bounds import any_size_bound, circular_range, normalized, rescaled_up, singular_value_range
+from trysquare.linalg.lanczos import ExtremeSingularValues, golub_kahan
+from trysquare.linalg.spectrum import UNIT_ROUNDOFF, circular_singular_values, polyphase
+from trysquare.operators import Axis, LinearOperator, read_layer
+
+# Entries of the largest dense matrix whose singular values are computed, and the side of the largest that a bound is certified on.
+_DENSE_ENTRIES = 1 << 25
+_CERTIFIED_SIDE = 1536
+# Real operations that one certified bound may take before it falls back to a coarser grid of frequencies.
+_BUDGET = 4e11
+_LANCZOS_STEPS = 200
+_LANCZOS_BYTES = 1 << 30
 
 
 @torch.no_grad()
-def singular_values(layer: nn.Module, input_shape: tuple[int, ...]) -> Tensor:
-    """Every singular value of a linear layer on inputs of a given shape.
+def singular_values(layer: nn.Module, input_shape: Sequence[int]) -> Tensor:
+    """Every singular value of a linear or convolution layer on inputs of a given shape.
 
-    Circular convolutions, plain and transposed, are split by the Fourier transform; other layers
-    are applied to every basis vector.
+    Circular convolutions, plain and transposed, with any stride, dilation and groups, are split by polyphase decomposition and
+    Fourier transform, so the cost is that of many small matrices; so are convolutions whose windows neither overlap nor
+    meet the padding. Others (zero padding, reflection, circular padding that repeats outputs) are written as a dense matrix for each group.
 
     Args:
         layer: a linear or convolution layer, of torch or ours. The bias is left out.
         input_shape: shape of one input without the batch, such as ``(64, 32, 32)``.
 
     Returns:
-        Float64 vector, largest first.
+        Float64 vector, largest first, as long as the smaller side of the layer's matrix.
+
+    Raises:
+        TypeError: if the layer is not a linear or convolution layer.
+        ValueError: if the shape does not fit the layer, the weight is not finite, or a dense matrix is needed and would be too
+            large.
+
+    >>> values = singular_values(nn.Conv2d(2, 4, 3, stride=2, padding=1, padding_mode="circular"), (2, 8, 8))
+    >>> len(values)
+    64
     """
-    if isinstance(layer, _OrthogonalConvolution) and layer._keeps_all_outputs:
-        return _circular(layer, tuple(input_shape))
-    return torch.linalg.svdvals(dense_matrix(layer, tuple(input_shape)))
+    operator = read_layer(layer, input_shape)
+    values = _circular_values(operator) if operator.circular else _dense_values(operator, layer)
+    return values.repeat_interleave(operator.copies)
 
 
-def _circular(layer: _OrthogonalConvolution, input_shape: tuple[int, ...]) -> Tensor:
-    geometry = layer.geometry
-    channels, *sizes = input_shape
-    if channels != layer.in_channels or len(sizes) != layer.dims:
-        raise ValueError(f"input_shape={input_shape} must be ({layer.in_channels}, and {layer.dims} sizes)")
-    if layer.in_channels != geometry.in_channels or isinstance(layer, nn.modules.conv._ConvTransposeNd):
-        sizes = [size * stride for size, stride in zip(sizes, geometry.stride, strict=True)]
-    geometry.check_circular_size(sizes)
-    return circular_singular_values(layer.weight, tuple(sizes), geometry.stride, geometry.dilation, geometry.groups)
+def _periods(operator: LinearOperator) -> tuple[int, ...]:
+    return tuple(axis.period for axis in operator.axes)
+
+
+def _circular_values(operator: LinearOperator) -> Tensor:
+    periods = _periods(operator)
+    values = circular_singular_values(operator.kernel, periods, operator.stride, operator.dilation, operator.groups)
+    # Positions that no window reads change how many zeros there are, nothing else.
+    missing = operator.smaller_side - len(values)
+    return torch.cat([values, values.new_zeros(missing)]) if missing > 0 else values[: operator.smaller_side]
+
+
+def _dense_entries(operator: LinearOperator) -> int:
+    return math.prod(operator.domain) * math.prod(operator.image) // operator.groups
+
+
+def _dense_values(operator: LinearOperator, layer: nn.Module) -> Tensor:
+    if _dense_entries(operator) > _DENSE_ENTRIES:
+        rows, columns = math.prod(operator.image), math.prod(operator.domain)
+        raise ValueError(
+            f"{type(layer).__name__} on this input is a {rows} x {columns} matrix that no Fourier transform makes block "
+            f"diagonal (padding_mode={operator.axes[0].mode!r}): too large for all singular values; trysquare.extreme_singular_values "
+            "gives the smallest and the largest, trysquare.spectral_norm_bound a certified bound, and circular padding the whole spectrum"
+        )
+    return torch.linalg.svdvals(operator.dense()).flatten().sort(descending=True).values
 
 
 @torch.no_grad()
-def dense_matrix(layer: nn.Module, input_shape: tuple[int, ...]) -> Tensor:
-    """The layer's matrix in float64: a column for each basis vector, the bias left out."""
-    import copy
+def extreme_singular_values(
+    layer: nn.Module, input_shape: Sequence[int], *, steps: int = _LANCZOS_STEPS, tolerance: float = 1e-10
+) -> ExtremeSingularValues:
+    """Smallest and largest singular value of a layer of any size, with the tolerances that were reached.
 
-    exact = copy.deepcopy(layer).double().eval()
-    size = torch.Size(input_shape).numel()
-    basis = torch.eye(size, dtype=torch.float64).view(size, *input_shape)
-    zero = exact(basis.new_zeros(1, *input_shape))
-    return (exact(basis) - zero).flatten(1).T
+    From the whole spectrum where a Fourier transform or a small dense matrix gives it; otherwise by matrix-free Lanczos
+    iteration (Golub-Kahan) on the layer itself.
+
+    Args:
+        layer: a linear or convolution layer, of torch or ours.
+        input_shape: shape of one input without the batch.
+        steps: largest number of applications of the layer and its adjoint.
+        tolerance: stop at this multiple of the largest singular value.
+
+    Raises:
+        TypeError: if the layer is not a linear or convolution layer.
+        ValueError: if the shape does not fit the layer, or the weight is not finite.
+
+    >>> extremes = extreme_singular_values(OrthoConv2d(4, 4, 3, padding_mode="zeros"), (4, 16, 16))
+    >>> round(extremes.largest, 4)
+    1.0
+    """
+    operator = read_layer(layer, input_shape)
+    small = operator.smaller_side // operator.groups <= _CERTIFIED_SIDE and _dense_entries(operator) <= _DENSE_ENTRIES
+    if operator.circular or small:
+        values = _circular_values(operator) if operator.circular else _dense_values(operator, layer)
+        rounding = float(values[0]) * 1e-14 * math.sqrt(len(values))
+        return ExtremeSingularValues(float(values[-1]), float(values[0]), rounding, rounding)
+    return lanczos_extremes(operator, steps, tolerance)
+
+
+def lanczos_extremes(operator: LinearOperator, steps: int, tolerance: float) -> ExtremeSingularValues:
+    """Extreme singular values by applying the operator, whatever its size."""
+
+    def forward(x: Tensor) -> Tensor:
+        return operator.apply(x.view(1, *operator.domain)).flatten()
+
+    def backward(y: Tensor) -> Tensor:
+        return operator.transpose(y.view(1, *operator.image)).flatten()
+
+    rows, columns = math.prod(operator.image), math.prod(operator.domain)
+    fits = max(8, _LANCZOS_BYTES // (8 * (rows + columns)))
+    pair = (forward, backward) if columns <= rows else (backward, forward)
+    return golub_kahan(*pair, min(rows, columns), min(steps, fits), tolerance)
+
+
+@torch.no_grad()
+def spectral_norm_bound(layer: nn.Module, input_shape: Sequence[int] | None = None) -> float:
+    """Certified upper bound on the largest singular value of a linear or convolution layer.
+
+    Proved, rounding included: the bound is at least the spectral norm of the linear part of the layer, with the weight
+    that the forward pass uses (after the layer's casts, and those of autocast where it is active), in exact arithmetic. See
+    ``trysquare.linalg.bounds`` for the theorems and the assumptions on float64 arithmetic. Not included: the rounding of the forward pass
+    itself in the layer's dtype.
+
+    How tight: within 1e-6 for linear layers, circular convolutions and small layers of any kind. Zero padding is bounded by a slightly larger
+    circular domain, which is tight for orthogonal layers and within a few percent for others. Padding that repeats
+    positions multiplies by the norm of the padding, where the matrix is too large to be certified as a whole. A layer
+    whose frequencies are too many (``4e11`` operations) gets the bound that holds for every size.
+
+    Args:
+        layer: a linear or convolution layer, of torch or ours.
+        input_shape: shape of one input without the batch; ``None`` for a bound that holds for every size at once.
+
+    Raises:
+        TypeError: if the layer is not a linear or convolution layer.
+        ValueError: if the shape does not fit the layer, or the weight is not finite.
+
+    >>> 1 <= spectral_norm_bound(OrthoConv2d(4, 8, 3, stride=2), (4, 16, 16)) < 1.00001
+    True
+    """
+    if input_shape is None:
+        return _bound_for_any_size(layer)
+    return norm_range(read_layer(layer, input_shape), lowest=False)[1]
+
+
+def norm_range(operator: LinearOperator, *, lowest: bool = True) -> tuple[float, float]:
+    """Certified interval for the singular values of a layer; its lower end is 0 where that is not affordable."""
+    kernel, exponent = normalized(operator.kernel)
+    low, high = _fourier_range(operator, kernel, lowest and operator.circular)
+    padding = math.sqrt(operator.repeats) * (1 + 4 * UNIT_ROUNDOFF)
+    high = high * padding if operator.repeats > 1 else high
+    if not operator.circular and _certifiable(operator):
+        dense_low, dense_high = _dense_range(operator, kernel, lowest)
+        low, high = dense_low, min(high, dense_high)
+    if math.prod(operator.domain) > _read_positions(operator) and operator.smaller_side > _read_rank(operator):
+        low = 0.0
+    return math.ldexp(low, exponent) * (1 - UNIT_ROUNDOFF), rescaled_up(high, exponent)
+
+
+def _read_positions(operator: LinearOperator) -> int:
+    return operator.domain[0] * math.prod(min(axis.size, axis.period) for axis in operator.axes)
+
+
+def _read_rank(operator: LinearOperator) -> int:
+    """Number of singular values on the circular domain."""
+    return min(operator.domain[0] * math.prod(_periods(operator)), math.prod(operator.image))
+
+
+def _certifiable(operator: LinearOperator) -> bool:
+    return (
+        operator.smaller_side // operator.groups <= _CERTIFIED_SIDE and _dense_entries(operator) <= _DENSE_ENTRIES // 2
+    )
+
+
+def _fourier_range(operator: LinearOperator, kernel: Tensor, lowest: bool) -> tuple[float, float]:
+    numbers = (operator.stride, operator.dilation, operator.groups)
+    coarse = tuple(axis.period // axis.stride for axis in operator.axes)
+    convolution = polyphase(kernel, *numbers)
+    if not coarse or convolution.gram_flops(coarse) <= _BUDGET:
+        return circular_range(convolution, coarse, lowest=lowest)
+    return 0.0, any_size_bound(polyphase(kernel, *numbers, any_size=True), _BUDGET / 4)
+
+
+def _dense_range(operator: LinearOperator, kernel: Tensor, lowest: bool) -> tuple[float, float]:
+    """Certified interval from the matrix itself. Its entries are sums of taps that fall on the same position."""
+    from dataclasses import replace
+
+    scaled = replace(operator, kernel=kernel)
+    taps = math.prod(kernel.shape[2:])
+    rounding = 2 * (taps + 2) * UNIT_ROUNDOFF * operator.repeats * taps * float(kernel.norm()) * 1.01
+    return singular_value_range([scaled.dense()], rounding, lowest=lowest)
+
+
+def _bound_for_any_size(layer: nn.Module) -> float:
+    """The supremum over all frequencies, times the largest norm that the padding has on any size."""
+    smallest = _smallest_input(layer)
+    operator = read_layer(layer, smallest)
+    kernel, exponent = normalized(operator.kernel)
+    convolution = polyphase(kernel, operator.stride, operator.dilation, operator.groups, any_size=True)
+    bound = (
+        any_size_bound(convolution, _BUDGET / 4) if operator.axes else circular_range(convolution, (), lowest=False)[1]
+    )
+    repeats = math.prod(_most_repeats(axis, operator.transposed) for axis in operator.axes)
+    return rescaled_up(bound * math.sqrt(repeats) * (1 + 4 * UNIT_ROUNDOFF), exponent)
+
+
+def _smallest_input(layer: nn.Module) -> tuple[int, ...]:
+    """An input that fits the layer."""
+    if isinstance(layer, nn.Linear):
+        return (layer.in_features,)
+    channels = getattr(layer, "in_channels", 1)
+    kernel, stride, dilation = (getattr(layer, name, (1,)) for name in ("kernel_size", "stride", "dilation"))
+    padding = getattr(layer, "padding", 0)
+    widest = 0 if isinstance(padding, str) else max(padding)
+    return channels, *(s * (d * k + 1 + 2 * widest) for k, s, d in zip(kernel, stride, dilation, strict=True))
+
+
+def _most_repeats(axis: Axis, transposed: bool) -> int:
+    """How often padding can repeat a position, on a domain of any size that torch allows."""
+    total = sum(axis.pad)
+    if axis.mode == "zeros" or axis.apart or transposed or not total:
+        return 1
+    if axis.mode == "circular":
+        return 1 if axis.stride == 1 and total < axis.extent else 3
+    return 3 if axis.mode == "reflect" else total + 1

@@ -1,18 +1,161 @@
 """Exact spectra of convolutions, without their dense matrices.
 
-On a circular domain the discrete Fourier transform makes a convolution block diagonal: one ``n x
-m`` matrix for each frequency. A stride ``s`` folds the ``prod(s)`` frequencies that it cannot tell
-apart into one block of ``n x (m prod(s))``.
+A stride is taken out by the polyphase decomposition: a convolution with stride ``s`` is one without stride that reads
+``prod(s)`` times as many channels, each a subsampled copy of an input channel. On a circular domain the discrete
+Fourier transform then makes it block diagonal: an ``n x (m prod(s))`` matrix for each group and frequency. Everything
+here is a function of those blocks.
+
+The transform is evaluated tap by tap rather than by a fast one: kernels have few taps, so it costs less than the
+products of the blocks that follow, any subset of the frequencies can be made (kernels are real: half of them
+suffice), and the rounding error of each entry has an elementary bound (``FrequencyBlocks.rounding``).
 """
 
 from __future__ import annotations
 
-from math import prod
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-_BLOCK_BYTES = 1 << 28
+from trysquare.progress import track
+
+_CHUNK_BYTES = 1 << 27
+UNIT_ROUNDOFF = 2.0**-53
+
+
+@dataclass(frozen=True)
+class Polyphase:
+    """A convolution without stride: ``y[i] = Σ_t coefficients[t] x[i + positions[t]]``.
+
+    Attributes:
+        positions: ``(taps, dims)``, integers on the grid of the outputs.
+        coefficients: ``(taps, groups, n, m * prod(stride))``, float64.
+    """
+
+    positions: Tensor
+    coefficients: Tensor
+
+    @cached_property
+    def degrees(self) -> tuple[int, ...]:
+        """Largest difference of two positions on each axis."""
+        spread = self.positions.amax(0) - self.positions.amin(0)
+        return tuple(int(degree) for degree in spread)
+
+    @cached_property
+    def block_shape(self) -> tuple[int, int, int]:
+        """Groups, rows and columns of the blocks."""
+        groups, rows, columns = self.coefficients.shape[1:]
+        return groups, rows, columns
+
+    def gram_flops(self, sizes: tuple[int, ...]) -> float:
+        """Real operations of the Gram matrices of all blocks on a circular domain."""
+        groups, rows, columns = self.block_shape
+        return 4.0 * math.prod(sizes) * groups * rows * columns * min(rows, columns)
+
+    @cached_property
+    def kernel(self) -> Tensor:
+        """The same convolution as a kernel ``(groups * n, m * prod(stride), *(degrees + 1))`` without dilation."""
+        taps = self.coefficients.shape[0]
+        start = self.positions.amin(0)
+        dense = self.coefficients.new_zeros(*(d + 1 for d in self.degrees), *self.block_shape)
+        for t in range(taps):
+            dense[tuple((self.positions[t] - start).tolist())] += self.coefficients[t]
+        dims = len(self.degrees)
+        return dense.permute(dims, dims + 1, dims + 2, *range(dims)).flatten(0, 1)
+
+
+def polyphase(
+    kernel: Tensor, stride: tuple[int, ...], dilation: tuple[int, ...], groups: int, *, any_size: bool = False
+) -> Polyphase:
+    """Take the stride out of a convolution.
+
+    Args:
+        kernel: ``(c_out, c_in / groups, *k)``.
+        stride: stride of each axis.
+        dilation: dilation of each axis.
+        groups: number of groups.
+        any_size: whether the result is only used for its supremum over all frequencies, which does not depend on the
+            dilation of an axis without stride.
+    """
+    dims = len(stride)
+    if any_size:
+        dilation = tuple(1 if s == 1 else d for s, d in zip(stride, dilation, strict=True))
+    taps = _grid(tuple(kernel.shape[2:]))
+    read = taps * torch.tensor(dilation, dtype=torch.long)
+    coarse = read // torch.tensor(stride, dtype=torch.long)
+    phase = torch.zeros(len(taps), dtype=torch.long)
+    for axis, s in enumerate(stride):
+        phase = phase * s + read[:, axis] % s
+    positions, group_of = torch.unique(coarse, dim=0, return_inverse=True) if dims else (coarse, phase)
+    n, m = kernel.shape[0] // groups, kernel.shape[1]
+    coefficients = kernel.new_zeros(len(positions), math.prod(stride), groups, n, m, dtype=torch.float64)
+    values = kernel.detach().to(torch.float64).reshape(groups, n, m, -1).movedim(-1, 0)
+    coefficients[group_of, phase] = values
+    return Polyphase(positions, coefficients.permute(0, 2, 3, 4, 1).flatten(-2))
+
+
+def _grid(sizes: tuple[int, ...]) -> Tensor:
+    """All index vectors ``(prod(sizes), dims)`` in order, the last axis fastest."""
+    return (
+        torch.stack([i.flatten() for i in torch.meshgrid(*map(torch.arange, sizes), indexing="ij")], -1)
+        if sizes
+        else torch.zeros(1, 0, dtype=torch.long)
+    )
+
+
+class FrequencyBlocks:
+    """The blocks of a convolution without stride on a circular domain.
+
+    Attributes:
+        convolution: what is transformed.
+        sizes: sizes of the circular domain on the grid of the outputs.
+        multiplicity: how often each frequency counts: 2 where the conjugate is left out.
+    """
+
+    def __init__(self, convolution: Polyphase, sizes: tuple[int, ...]) -> None:
+        self.convolution, self.sizes = convolution, sizes
+        grid = _grid(sizes)
+        index, mirrored = self._flat_index(grid), self._flat_index(-grid)
+        self._frequencies = grid[index <= mirrored]
+        self.multiplicity = 1 + (index < mirrored)[index <= mirrored].long()
+
+    def _flat_index(self, grid: Tensor) -> Tensor:
+        index = torch.zeros(len(grid), dtype=torch.long)
+        for axis, size in enumerate(self.sizes):
+            index = index * size + grid[:, axis] % size
+        return index
+
+    @property
+    def rounding(self) -> float:
+        """Bound on the Frobenius norm of the error of any block.
+
+        An entry is ``Σ_t K_t e^{i φ_t}``. Angles are reduced in integers, so each of cosine and sine is off by less than
+        ``16 (dims + 1)`` roundoffs, and a sum of ``taps`` products by ``taps + 1`` more, relative to ``Σ_t |K_t|``.
+        """
+        taps, dims = self.convolution.positions.shape
+        total = float(self.convolution.coefficients.flatten(2).norm(dim=-1).sum(0).max())
+        return 2 * (taps + 16 * (dims + 1) + 2) * UNIT_ROUNDOFF * total * 1.01
+
+    def chunks(self, label: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Blocks ``(f, groups, n, m)``, as many frequencies at a time as fit in memory, and their multiplicities."""
+        per_chunk = max(1, _CHUNK_BYTES // (16 * math.prod(self.convolution.block_shape)))
+        parts = list(zip(self._frequencies.split(per_chunk), self.multiplicity.split(per_chunk), strict=True))
+        for frequencies, multiplicity in track(parts, label, len(parts)):
+            yield self._blocks(frequencies), multiplicity
+
+    def _blocks(self, frequencies: Tensor) -> Tensor:
+        angle = torch.zeros(len(frequencies), len(self.convolution.positions), dtype=torch.float64)
+        for axis, size in enumerate(self.sizes):
+            turns = torch.outer(frequencies[:, axis], self.convolution.positions[:, axis]) % size
+            angle += turns.to(torch.float64) * (2 * math.pi / size)
+        coefficients = self.convolution.coefficients.flatten(1)
+        real = (angle.cos() @ coefficients).unflatten(1, self.convolution.block_shape)
+        if not bool(angle.any()):
+            return real
+        return torch.complex(real, (angle.sin() @ coefficients).unflatten(1, self.convolution.block_shape))
 
 
 def circular_singular_values(
@@ -34,41 +177,10 @@ def circular_singular_values(
     Returns:
         Float64 vector with as many entries as the smaller side of the layer's matrix.
     """
-    blocks = frequency_blocks(kernel, sizes, stride, dilation, groups)
-    per_chunk = max(1, _BLOCK_BYTES // (16 * prod(blocks.shape[-2:])))
-    values = [torch.linalg.svdvals(chunk) for chunk in blocks.split(per_chunk)]
-    return torch.cat([value.flatten() for value in values]).sort(descending=True).values
-
-
-def frequency_blocks(
-    kernel: Tensor,
-    sizes: tuple[int, ...],
-    stride: tuple[int, ...],
-    dilation: tuple[int, ...],
-    groups: int,
-) -> Tensor:
-    """Blocks ``(groups * prod(sizes / stride), n, m * prod(stride))`` of the convolution in the Fourier domain."""
-    dims = len(sizes)
-    wrapped = _wrap_taps(kernel.detach().to(torch.float64), sizes, dilation)
-    response = torch.fft.fftn(wrapped, dim=tuple(range(2, 2 + dims)))
-    for axis, (size, s) in enumerate(zip(sizes, stride, strict=True)):
-        response = response.unflatten(2 + 2 * axis, (s, size // s))  # frequency = alias * size / s + coarse
-    aliases, coarse = [2 + 2 * a for a in range(dims)], [3 + 2 * a for a in range(dims)]
-    response = response.unflatten(0, (groups, -1))
-    order = [0, *(c + 1 for c in coarse), 1, 2, *(a + 1 for a in aliases)]
-    blocks = response.permute(order).reshape(
-        groups * prod(size // s for size, s in zip(sizes, stride, strict=True)),
-        response.shape[1],
-        -1,
-    )
-    return blocks / prod(stride) ** 0.5
-
-
-def _wrap_taps(kernel: Tensor, sizes: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
-    """Place taps on the domain, adding those that fall on the same position."""
-    for axis, (size, d) in enumerate(zip(sizes, dilation, strict=True), start=2):
-        position = torch.arange(kernel.shape[axis], device=kernel.device) * d % size
-        shape = list(kernel.shape)
-        shape[axis] = size
-        kernel = kernel.new_zeros(shape).index_add_(axis, position, kernel)
-    return kernel
+    coarse = tuple(size // s for size, s in zip(sizes, stride, strict=True))
+    blocks = FrequencyBlocks(polyphase(kernel, stride, dilation, groups), coarse)
+    values = [
+        torch.linalg.svdvals(chunk).flatten(1).repeat_interleave(multiplicity, 0).flatten()
+        for chunk, multiplicity in blocks.chunks("singular values")
+    ]
+    return torch.cat(values).sort(descending=True).values

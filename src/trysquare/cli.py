@@ -1,0 +1,68 @@
+"""The command line: parse, call, print."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trysquare.auditing import AuditReport, audit
+from trysquare.checkpoint import load_model
+from trysquare.plotting import plot_spectra
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``trysquare`` with the given arguments; the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        _audit(options)
+    except (ValueError, TypeError, OSError) as error:
+        print(f"trysquare: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="trysquare", description="Orthogonal and 1-Lipschitz networks.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("audit", help="check a network layer by layer, and bound its Lipschitz constant")
+    command.add_argument("model", metavar="MODEL", help="checkpoint file, or package.module:factory")
+    command.add_argument(
+        "--input-shape", type=_shape, required=True, metavar="C,H,W", help="one input, without the batch"
+    )
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="write the spectra as a picture")
+    return parser
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be positive integers separated by commas, such as 3,32,32")
+    return shape
+
+
+def _audit(options: argparse.Namespace) -> None:
+    report = audit(load_model(options.model), options.input_shape, spectra=options.plot is not None)
+    _show(report)
+    if options.json is not None:
+        options.json.write_text(report.to_json() + "\n")
+    if options.plot is not None:
+        plot_spectra(report, options.plot)
+
+
+def _show(report: AuditReport) -> None:
+    """A table with colours where ``rich`` is installed and somebody looks, plain text otherwise."""
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+        except ImportError:
+            pass
+        else:
+            Console().print(report)
+            return
+    print(report)

@@ -1,0 +1,83 @@
+"""Which Lipschitz constant a module has: one rule for each class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from torch import nn
+
+Shape = tuple[int, ...]
+Rule = Callable[..., float | Sequence[float]]
+R = TypeVar("R", bound=Rule)
+
+_RULES: dict[type[nn.Module], Rule] = {}
+
+_WHY_NOT: dict[type[nn.Module], str] = {
+    nn.LayerNorm: "it divides by the deviation of its input, so it is Lipschitz only with a constant near 1 / sqrt(eps)",
+    nn.GroupNorm: "it divides by the deviation of its input, so it is Lipschitz only with a constant near 1 / sqrt(eps)",
+    nn.RMSNorm: "it divides by the norm of its input, so it is Lipschitz only with a constant near 1 / sqrt(eps)",
+    nn.MultiheadAttention: "softmax attention multiplies its inputs with each other: it is not Lipschitz on unbounded inputs",
+    nn.Threshold: "it jumps",
+    nn.Hardshrink: "it jumps",
+    nn.GLU: "it multiplies its inputs with each other",
+    nn.Bilinear: "it multiplies its inputs with each other",
+}
+
+
+class NoRuleError(ValueError):
+    """A module or function whose Lipschitz constant is not known."""
+
+
+def rule(*classes: type[nn.Module]) -> Callable[[R], R]:
+    """Register the Lipschitz constant of modules: a decorator.
+
+    The function gets the module and the shape of its input, without the batch (as many shapes as the module has tensor
+    inputs), and returns a certified upper bound on the l2 Lipschitz constant: a float, or one for each input (the changes of
+    the inputs then add up). It holds for subclasses too, unless they override ``forward``. A later rule replaces an earlier
+    one.
+
+    >>> class Erf(nn.Module):
+    ...     def forward(self, x):
+    ...         return torch.erf(x)
+    >>> @ts.lipschitz.rule(Erf)
+    ... def erf(layer, input_shape):
+    ...     return 1.1284
+    >>> ts.lipschitz_bound(nn.Sequential(Erf(), nn.Flatten()), (3, 4))
+    1.1284
+    """
+
+    def register(function: R) -> R:
+        for cls in classes:
+            _RULES[cls] = function
+        return function
+
+    return register
+
+
+def find_rule(module: nn.Module) -> Rule | None:
+    """The rule that describes what ``module`` computes: of its class, or of the one that its ``forward`` comes from."""
+    if "forward" in module.__dict__ or "_conv_forward" in module.__dict__:
+        return None
+    cls = type(module)
+    for base in cls.__mro__:
+        if base in _RULES:
+            # Torch's convolutions do their work in `_conv_forward`.
+            defining = [name for name in ("forward", "_conv_forward") if hasattr(base, name)]
+            same = all(getattr(cls, name) is getattr(base, name) for name in defining)
+            return _RULES[base] if same else None
+    return None
+
+
+def no_rule(module: nn.Module, name: str) -> NoRuleError:
+    """The error for a module without a rule."""
+    cls = next(c for c in type(module).__mro__ if not c.__name__.startswith("Parametrized"))
+    why = next(
+        (text for base, text in _WHY_NOT.items() if isinstance(module, base)), "its Lipschitz constant is not known"
+    )
+    return NoRuleError(f"no Lipschitz rule for {cls.__name__} at {name!r}: {why}. {way_out(cls.__name__)}")
+
+
+def way_out(cls: str) -> str:
+    """How to register a rule."""
+    return f"If you can prove a bound, register it: @trysquare.lipschitz.rule({cls}) on a function (layer, input_shape) -> float"

@@ -1,0 +1,340 @@
+"""Linear layers read into numbers: the one place that knows how torch and this library apply a convolution.
+
+A transposed convolution is the adjoint of the plain convolution with the same weight, so it is read as that one. A linear
+layer is a convolution without axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from trysquare.geometry import Pads, Sizes
+from trysquare.layers.conv import (
+    _CONV,
+    _CONV_TRANSPOSE,
+    _Convolution,
+    _flat,
+    _OrthogonalConvolution,
+    _TransposedConvolution,
+)
+from trysquare.layers.linear import OrthoLinear
+from trysquare.linalg.precision import full_precision
+
+_KNOWN_FORWARD = {
+    cls.forward
+    for cls in (
+        nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+        _Convolution, _TransposedConvolution, OrthoLinear,
+    )
+}  # fmt: skip
+_KNOWN_INNER = {cls._conv_forward for cls in (_ConvNd, nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a convolution: what it reads of a domain of ``size`` positions.
+
+    Attributes:
+        size: positions of the domain.
+        windows: outputs.
+        extent: positions from the first tap to the last.
+        stride: positions from one window to the next.
+        pad: positions added (cut off if negative) on the left and on the right.
+        mode: what they hold: ``"zeros"``, ``"circular"``, ``"reflect"`` or ``"replicate"``.
+    """
+
+    size: int
+    windows: int
+    extent: int
+    stride: int
+    pad: tuple[int, int]
+    mode: str
+
+    @cached_property
+    def read(self) -> int:
+        """Padded positions that some window spans."""
+        return (self.windows - 1) * self.stride + self.extent
+
+    @cached_property
+    def sources(self) -> Tensor:
+        """Position of the domain that each padded position repeats."""
+        positions = torch.arange(-self.pad[0], self.size + self.pad[1])
+        if self.mode == "circular":
+            return positions % self.size
+        if self.mode == "reflect":
+            folded = positions.abs()
+            return torch.minimum(folded, 2 * (self.size - 1) - folded)
+        return positions.clamp(0, self.size - 1)
+
+    @cached_property
+    def repeats(self) -> int:
+        """How often the padding repeats a position that is read: the square of the norm of the padding."""
+        if self.mode == "zeros" or self.on_circle:
+            return 1
+        return int(torch.bincount(self.sources[: self.read]).max())
+
+    @cached_property
+    def apart(self) -> bool:
+        """Whether windows neither overlap nor meet the padding, so that any domain will do."""
+        return self.pad[0] == 0 and self.extent <= self.stride and self.read <= self.size
+
+    @cached_property
+    def on_circle(self) -> bool:
+        """Whether the outputs are distinct outputs of the circular convolution on the domain itself."""
+        total = sum(self.pad)
+        return self.apart or (
+            self.mode == "circular" and 0 <= total < self.extent and min(self.pad) >= 0 and self.size % self.stride == 0
+        )
+
+    @cached_property
+    def all_of_circle(self) -> bool:
+        """Whether they are all of its outputs."""
+        return self.apart or (self.on_circle and self.windows * self.stride == self.size)
+
+    @cached_property
+    def period(self) -> int:
+        """Size of a circular domain, a multiple of the stride, whose convolution has this one as a part."""
+        if self.apart:
+            return self.windows * self.stride
+        if self.on_circle:
+            return self.size
+        needed = max(self.windows * self.stride, self.read)
+        if self.mode == "zeros":
+            # Zeros on the right may wrap around onto zeros on the left, if all that is not zero stays where it is.
+            left = max(self.pad[0], 0)
+            data = min(self.read, self.pad[0] + self.size)
+            needed = max(self.windows * self.stride, self.read - left, data)
+        return -(-needed // self.stride) * self.stride
+
+
+@dataclass(frozen=True)
+class LinearOperator:
+    """A linear or convolution layer on inputs of a given shape, without its bias.
+
+    Attributes:
+        kernel: ``(c_out, c_in / groups, *k)`` in float64 on the CPU: the weight that the forward pass uses.
+        dilation: dilation of each axis.
+        groups: number of groups.
+        axes: the spatial axes.
+        transposed: whether the layer is the adjoint of this convolution.
+        copies: how often the same map is applied side by side (leading axes of a linear layer's input).
+    """
+
+    kernel: Tensor
+    dilation: Sizes
+    groups: int
+    axes: tuple[Axis, ...]
+    transposed: bool = False
+    copies: int = 1
+
+    @property
+    def stride(self) -> Sizes:
+        """Stride of each axis."""
+        return tuple(axis.stride for axis in self.axes)
+
+    @property
+    def domain(self) -> Sizes:
+        """Shape that the convolution reads."""
+        return self.kernel.shape[1] * self.groups, *(axis.size for axis in self.axes)
+
+    @property
+    def image(self) -> Sizes:
+        """Shape that the convolution makes."""
+        return self.kernel.shape[0], *(axis.windows for axis in self.axes)
+
+    @property
+    def smaller_side(self) -> int:
+        """Number of singular values of one copy."""
+        return min(math.prod(self.domain), math.prod(self.image))
+
+    @property
+    def circular(self) -> bool:
+        """Whether the Fourier transform makes it block diagonal."""
+        return all(axis.all_of_circle for axis in self.axes)
+
+    @property
+    def repeats(self) -> int:
+        """Square of the norm of the padding."""
+        return math.prod(axis.repeats for axis in self.axes)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """The convolution of ``(batch, *domain)``, of the kernel's dtype."""
+        if not self.axes:
+            return F.linear(x, self.kernel)
+        if self.axes[0].mode == "zeros":
+            x = F.pad(x, _flat(tuple(axis.pad for axis in self.axes)))
+        else:
+            for dim, axis in enumerate(self.axes, start=2):
+                x = x.index_select(dim, axis.sources)
+        for dim, axis in enumerate(self.axes, start=2):
+            x = x.narrow(dim, 0, axis.read)
+        return _CONV[len(self.axes)](x, self.kernel, None, self.stride, 0, self.dilation, self.groups)
+
+    def transpose(self, y: Tensor) -> Tensor:
+        """The adjoint of ``apply``."""
+        if not self.axes:
+            return F.linear(y, self.kernel.mT)
+        transposed = _CONV_TRANSPOSE[len(self.axes)]
+        x = transposed(y, self.kernel, None, self.stride, 0, 0, self.groups, self.dilation)
+        unread = [(0, axis.size + sum(axis.pad) - axis.read) for axis in self.axes]
+        if self.axes[0].mode == "zeros":
+            cut = [(-axis.pad[0], right - axis.pad[1]) for axis, (_, right) in zip(self.axes, unread, strict=True)]
+            return F.pad(x, _flat(tuple(cut)))
+        for dim, axis in enumerate(self.axes, start=2):
+            shape = (*x.shape[:dim], axis.size, *x.shape[dim + 1 :])
+            x = x.new_zeros(shape).index_add_(dim, axis.sources[: axis.read], x)
+        return x
+
+    def dense(self) -> Tensor:
+        """Matrices ``(groups, image / groups, domain / groups)`` of the convolution."""
+        channels, *sizes = self.domain
+        count = channels // self.groups * math.prod(sizes)
+        basis = torch.eye(count, dtype=self.kernel.dtype).view(count, -1, *sizes)
+        response = self.apply(basis.repeat(1, self.groups, *(1,) * len(sizes)))
+        return response.view(count, self.groups, -1).permute(1, 2, 0)
+
+
+def read_layer(layer: nn.Module, input_shape: Sequence[int]) -> LinearOperator:
+    """A linear or convolution layer of torch or ours, on inputs of ``input_shape`` (without the batch).
+
+    Raises:
+        TypeError: if the layer is of another kind, or a subclass that computes something else.
+        ValueError: if the shape does not fit the layer, or the weight is not finite.
+    """
+    shape = tuple(input_shape)
+    if not all(isinstance(size, int) and size > 0 for size in shape):
+        raise ValueError(f"input_shape={input_shape!r} must be positive integers: one input without the batch")
+    if not reads(layer):
+        raise TypeError(
+            f"{type(layer).__name__} is not a linear or convolution layer of torch or trysquare, or overrides forward: its "
+            "matrix cannot be read off its weight; trysquare.lipschitz_bound follows other modules"
+        )
+    kernel = _used_weight(layer)
+    if isinstance(layer, nn.Linear):
+        if not shape or shape[-1] != layer.in_features:
+            raise ValueError(f"input_shape={shape} must end in in_features={layer.in_features}")
+        return LinearOperator(kernel, (), 1, (), copies=math.prod(shape[:-1]))
+    assert isinstance(layer, _ConvNd)
+    dims = len(layer.kernel_size)
+    if len(shape) != dims + 1 or shape[0] != layer.in_channels:
+        sizes = "one size" if dims == 1 else f"{dims} sizes"
+        raise ValueError(f"input_shape={shape} must be ({layer.in_channels} channels, and {sizes}), without the batch")
+    return _read_convolution(layer, kernel, shape[1:])
+
+
+def reads(layer: nn.Module) -> bool:
+    """Whether ``read_layer`` knows what the layer computes."""
+    forward = getattr(type(layer), "forward", None)
+    inner = getattr(type(layer), "_conv_forward", None)
+    own = {"forward", "_conv_forward"} & set(layer.__dict__)
+    return forward in _KNOWN_FORWARD and (inner is None or inner in _KNOWN_INNER) and not own
+
+
+@torch.no_grad()
+def _used_weight(layer: nn.Module) -> Tensor:
+    """The weight after the casts that the forward pass makes, in float64 on the CPU."""
+    weight: Any = layer.weight
+    device = weight.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        weight = weight.to(torch.get_autocast_dtype(device))
+    return checked_weight(weight, type(layer).__name__)
+
+
+def checked_weight(weight: Tensor, owner: str) -> Tensor:
+    """``weight`` in float64 on the CPU.
+
+    Raises:
+        ValueError: if it is not finite.
+    """
+    with full_precision(weight):
+        exact = weight.detach().to("cpu", torch.float64)
+    if not bool(exact.isfinite().all()):
+        bad = int((~exact.isfinite()).sum())
+        raise ValueError(
+            f"the weight of {owner} holds {bad} values that are not finite (of {exact.numel()}): it has no norm"
+        )
+    return exact
+
+
+def _read_convolution(layer: _ConvNd, kernel: Tensor, sizes: Sizes) -> LinearOperator:
+    transposed = isinstance(layer, _ConvTransposeNd)
+    extent = tuple(d * (k - 1) + 1 for d, k in zip(layer.dilation, layer.kernel_size, strict=True))
+    if transposed:
+        axes = _transposed_axes(layer, extent, sizes)
+    else:
+        axes = convolution_axes(sizes, extent, tuple(layer.stride), _pads(layer, extent), layer.padding_mode)
+        if isinstance(layer, _OrthogonalConvolution):
+            if layer.padding_mode == "circular":
+                layer.geometry.check_circular_size(sizes)
+        else:
+            _check_torch_padding(axes)
+    return LinearOperator(kernel, tuple(layer.dilation), layer.groups, axes, transposed)
+
+
+def _pads(layer: _ConvNd, extent: Sizes) -> Pads:
+    if isinstance(layer, _OrthogonalConvolution):
+        return layer._pads
+    return given_pads(layer.padding, extent)
+
+
+def given_pads(padding: Any, extent: Sizes) -> Pads:
+    """Left and right padding of each axis from torch's argument."""
+    if padding == "valid":
+        return ((0, 0),) * len(extent)
+    if padding == "same":
+        return tuple(((e - 1) // 2, e - 1 - (e - 1) // 2) for e in extent)
+    each = (padding,) * len(extent) if isinstance(padding, int) else tuple(padding)
+    return tuple((pad, pad) for pad in each)
+
+
+def convolution_axes(sizes: Sizes, extent: Sizes, stride: Sizes, pads: Pads, mode: str) -> tuple[Axis, ...]:
+    """Axes of a plain convolution.
+
+    Raises:
+        ValueError: if the kernel does not fit in the padded input.
+    """
+    windows = [(n + sum(pad) - e) // s + 1 for n, e, s, pad in zip(sizes, extent, stride, pads, strict=True)]
+    if min(windows) < 1:
+        raise ValueError(
+            f"an input of size {sizes}, padded by {pads}, is smaller than the kernel, which extends over {extent}"
+        )
+    return tuple(Axis(*numbers, mode) for numbers in zip(sizes, windows, extent, stride, pads, strict=True))
+
+
+def _check_torch_padding(axes: tuple[Axis, ...]) -> None:
+    limits = {"reflect": -1, "circular": 0}
+    for number, axis in enumerate(axes):
+        if axis.mode in limits and max(axis.pad) > axis.size + limits[axis.mode]:
+            raise ValueError(
+                f"{axis.mode} padding {axis.pad} on axis {number} is too wide for a size of {axis.size}: torch allows at most "
+                f"{axis.size + limits[axis.mode]}"
+            )
+
+
+def _transposed_axes(layer: _ConvNd, extent: Sizes, sizes: Sizes) -> tuple[Axis, ...]:
+    """Axes of the convolution that a transposed layer is the adjoint of: its domain is the layer's output."""
+    stride = tuple(layer.stride)
+    if isinstance(layer, _OrthogonalConvolution) and layer.padding_mode == "circular":
+        # What falls past the border is wrapped around, whatever the crop. A crop on the left only shifts the circle, so leave
+        # it out: no singular value depends on it.
+        return tuple(
+            Axis(n * s, n, e, s, (0, max(0, e - s)), "circular") for n, e, s in zip(sizes, extent, stride, strict=True)
+        )
+    if isinstance(layer, _OrthogonalConvolution):
+        pads: Pads = layer._pads
+    else:
+        padding: Any = layer.padding
+        pads = tuple((p, p - extra) for p, extra in zip(padding, layer.output_padding, strict=True))
+    domain = tuple((n - 1) * s + e - sum(pad) for n, s, e, pad in zip(sizes, stride, extent, pads, strict=True))
+    if min(domain) < 1:
+        raise ValueError(f"an input of size {sizes} is too small: the output would have size {domain}")
+    return tuple(Axis(*numbers, "zeros") for numbers in zip(domain, sizes, extent, stride, pads, strict=True))
