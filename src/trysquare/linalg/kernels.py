@@ -163,3 +163,13 @@ def exponential_kernel(skew: Tensor, terms: int, *, dims: int) -> Tensor:
         pads = [amount for size in reversed(middle) for amount in (size, size)]
         power = power + F.pad(one, pads)
     return power
+
+
+def wrap_taps(kernel: Tensor, sizes: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
+    """Place the taps of ``(n, m, *k)`` on a periodic domain of ``sizes``, adding those that fall on the same position."""
+    for axis, (size, d) in enumerate(zip(sizes, dilation, strict=True), start=2):
+        position = torch.arange(kernel.shape[axis], device=kernel.device) * d % size
+        shape = list(kernel.shape)
+        shape[axis] = size
+        kernel = kernel.new_zeros(shape).index_add(axis, position, kernel)
+    return kernel

@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trysquare.linalg.kernels import compose
-from trysquare.linalg.spectrum import _wrap_taps
+from trysquare.linalg.kernels import compose, wrap_taps
 
 
 def sandwich_pair(a: Tensor, b: Tensor, psi: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,6 +72,6 @@ def frequency_pair(free: Tensor, sizes: tuple[int, ...], outputs: int) -> tuple[
         ``torch.fft.rfftn`` in its order.
     """
     axes = tuple(range(2, free.ndim))
-    centred = torch.roll(_wrap_taps(free, sizes, (1,) * len(sizes)), [-(k // 2) for k in free.shape[2:]], axes)
+    centred = torch.roll(wrap_taps(free, sizes, (1,) * len(sizes)), [-(k // 2) for k in free.shape[2:]], axes)
     response = torch.fft.rfftn(centred, dim=axes)
     return cayley_pair(response.flatten(2).permute(2, 0, 1), outputs)
