@@ -163,6 +163,14 @@ def test_short_dtypes_and_autocast(make, shape):
 
 
 @each_exported
+def test_reconditioning_keeps_the_kernels(make, shape):
+    block = randomise(make()).double()
+    free = [tensor.detach() for tensor in block.free_tensors]
+    build = block.parametrization.build
+    torch.testing.assert_close(build(*block.parametrization.reconditioned(*free)), build(*free))
+
+
+@each_exported
 def test_autocast_does_not_touch_the_kernels(make, shape):
     block = make()
     weight = block.weight.detach().clone()
