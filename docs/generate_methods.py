@@ -203,9 +203,9 @@ The first {len(ts.METHODS)} are `OrthoConv1d/2d/3d` and `OrthoConvTranspose1d/2d
 
 {table()}
 
-ProjUNN-T is not a layer but an optimizer, `ProjUNN`, for parameters that are orthogonal themselves: square matrices, and
-the blocks of a convolution in the Fourier domain. A parameter that is moved along the orthogonal group must be square (a
-group has one identity), so it has neither a stride nor a change of channels.
+ProjUNN-T is not a layer but an optimizer, `ProjUNN`, for parameters that are orthogonal themselves: square matrices,
+and the blocks of a convolution in the Fourier domain. A parameter that is moved along the orthogonal group must be
+square (a group has one identity), so it has neither a stride nor a change of channels.
 
 ```python
 layer = ts.OrthoConv2d(16, 32, 3, stride=2, method="soc", terms=6)
