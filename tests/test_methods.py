@@ -200,7 +200,7 @@ def test_impossible_geometries_are_refused_unless_the_method_is_only_lipschitz(m
 
 
 CLOSED_FORM = [("aoc", "square"), ("bcop", "square"), ("sc-fac", "square"), ("rko", "square"), ("rko", "patches")]
-SEARCHED = [("bcop", "fewer channels"), ("bro", "square"), ("aol", "fewer channels")]
+SEARCHED = [("bro", "square"), ("aol", "fewer channels")]
 
 
 @pytest.mark.parametrize(("name", "feature"), CLOSED_FORM + SEARCHED)
@@ -210,6 +210,26 @@ def test_assigning_its_own_output_gives_it_back(name, feature):
     layer.reset_parameters()
     layer.weight = wanted
     torch.testing.assert_close(layer.weight, wanted, atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["aoc", "bcop", "sc-fac", "bro"])
+def test_parsimonious_strides(name):
+    layer = ts.OrthoConv2d(4, 3, 3, stride=2, parsimonious=True, method=name, dtype=torch.float64)
+    check_spectrum(layer, (4, 6, 6))
+    full = ts.OrthoConv2d(4, 3, 3, stride=2, method=name)
+    assert layer.free_tensors[0].numel() < full.free_tensors[0].numel()
+
+
+@pytest.mark.parametrize("name", ts.METHODS)
+@pytest.mark.parametrize("option", [{"orthogonalizer": "qr"}, {"parsimonious": True}])
+def test_arguments_without_a_meaning_are_refused(name, option):
+    method = ts.METHODS[name]
+    meaningful = method.uses_orthogonalizer if "orthogonalizer" in option else method.orthogonal and name != "soc"
+    if meaningful:
+        check_spectrum(make(name, "stride, few", **option)[0], (3, 4, 6))
+        return
+    with pytest.raises(ValueError, match=r"no meaning|no parsimonious"):
+        make(name, "stride, few", **option)
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
