@@ -18,6 +18,9 @@ def to_torch(model: nn.Module) -> nn.Module:
     The original is not touched. Layers that occur several times stay shared. Plain circular padding
     cannot wrap around more than once, so the copy refuses feature maps smaller than the padding.
 
+    Raises:
+        ValueError: if the model holds a convolution whose kernel depends on the size of the image.
+
     >>> plain = to_torch(nn.Sequential(OrthoConv2d(4, 8, 3, stride=2), nn.ReLU()))
     >>> type(plain[0]).__name__
     'Conv2d'

@@ -212,6 +212,14 @@ def test_bad_arguments(arguments, match):
         ts.FourierOrthoConv2d(**{"in_channels": 4, "out_channels": 4, "kernel_size": 3, **arguments})
 
 
+def test_export_needs_a_size():
+    model = nn.Sequential(ts.FourierOrthoConv2d(4, 4, 3), nn.ReLU())
+    with pytest.raises(ValueError, match="at_size"):
+        ts.to_torch(model)
+    model[0] = model[0].at_size(6, 6)
+    assert ts.to_torch(model)(torch.randn(1, 4, 6, 6)).shape == (1, 4, 6, 6)
+
+
 def test_inputs_that_do_not_fit():
     layer = ts.FourierOrthoConv2d(4, 4, 3, stride=2)
     with pytest.raises(ValueError, match="multiples of stride"):

@@ -22,6 +22,7 @@ from trysquare.parametrizations import find_method
 
 Size = int | Sequence[int]
 
+_DEFAULT_ORTHOGONALIZER = "cholesky"
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 _PLAIN_CONV: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -78,6 +79,10 @@ class _OrthogonalConvolution(ParametrizedWeight):
         """Geometry of the convolution, with the size of the weight that the method makes of ``kernel_size``."""
         find_orthogonalizer(orthogonalizer)
         chosen = find_method(method, options)
+        if not chosen.uses_orthogonalizer and orthogonalizer != _DEFAULT_ORTHOGONALIZER:
+            raise ValueError(f"orthogonalizer={orthogonalizer!r} has no meaning for method={method!r}; leave it out")
+        if parsimonious and not chosen.orthogonal:
+            raise ValueError(f"parsimonious=True has no meaning for method={method!r}; leave it out")
         _, stride, dilation = sizes
         kernel_size = chosen.full_kernel_size(*sizes, **options)
         transposed = isinstance(self, _TransposedConvolution)
@@ -184,7 +189,8 @@ class _OrthogonalConvolution(ParametrizedWeight):
         options = "".join(f", {name}={value}" for name, value in self.options.items())
         if self._kernel_argument != self.geometry.kernel_size:
             options += f", skew kernel {self._kernel_argument}, error < {self.truncation_error:.1e}"
-        ours = f"method={self.method}, orthogonalizer={self.orthogonalizer}{variant}{options}"
+        by = f", orthogonalizer={self.orthogonalizer}" if find_method(self.method).uses_orthogonalizer else ""
+        ours = f"method={self.method}{by}{variant}{options}"
         return f"{super().extra_repr()}{mode}, {ours}"
 
 
@@ -226,7 +232,7 @@ class _Convolution(_OrthogonalConvolution):
         dtype: Any = None,
         *,
         method: str = "aoc",
-        orthogonalizer: str = "cholesky",
+        orthogonalizer: str = _DEFAULT_ORTHOGONALIZER,
         parsimonious: bool = False,
         **options: Any,
     ) -> None:
@@ -337,7 +343,7 @@ class _TransposedConvolution(_OrthogonalConvolution):
         dtype: Any = None,
         *,
         method: str = "aoc",
-        orthogonalizer: str = "cholesky",
+        orthogonalizer: str = _DEFAULT_ORTHOGONALIZER,
         parsimonious: bool = False,
         **options: Any,
     ) -> None:

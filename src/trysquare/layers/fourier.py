@@ -145,6 +145,17 @@ class _FourierConvolution(nn.Module):
             f"method={self.method}, equivalent kernel as large as the image"
         )
 
+    def as_torch(self) -> nn.Module:
+        """There is no plain layer for every size.
+
+        Raises:
+            ValueError: always; ``at_size`` gives the plain layer for one size.
+        """
+        raise ValueError(
+            f"{self._get_name()} has a kernel as large as the image, so no plain layer is the same for every size: replace "
+            "it by layer.at_size(*sizes) first"
+        )
+
 
 class _Plain(_FourierConvolution):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002

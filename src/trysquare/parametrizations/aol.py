@@ -60,6 +60,7 @@ class AOL(Parametrization):
     """
 
     orthogonal: ClassVar[bool] = False
+    uses_orthogonalizer: ClassVar[bool] = False
     options: ClassVar[tuple[str, ...]] = ("steps", "q")
 
     def __init__(

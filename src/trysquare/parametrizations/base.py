@@ -40,6 +40,8 @@ class Parametrization(nn.Module, ABC):
     # Whether the weight of a layer is orthogonal in every geometry, so that geometries without an orthogonal kernel are
     # refused. Methods that are only 1-Lipschitz take every geometry.
     orthogonal: ClassVar[bool] = True
+    # Whether a free matrix is made orthonormal on the way, by an orthogonalizer that can be chosen.
+    uses_orthogonalizer: ClassVar[bool] = True
     # Keyword arguments that the method has besides those of every method.
     options: ClassVar[tuple[str, ...]] = ()
 

@@ -8,6 +8,11 @@ projectors, ``M`` becomes AOC's matrix. What differs is the cost, and the path t
 * with a stride the kernel is ``RKO ∘ (P Q) ∘ … ∘ M``, as the paper writes it. ``M`` then repeats what the RKO matrix
   can do already, and ``aoc`` leaves it out. (The original emulates a stride by invertible downsampling: ``prod(s)``
   times the channels.)
+
+Neither reaches every orthogonal kernel (the paper, appendix F). With projectors of half rank the determinant of the
+response is ``(z w)^(c (k - 1) / 2)`` up to sign, so a lone tap is out of reach of a 2x2 kernel and in reach of 3x3; and
+channels that filter along the axes in different orders are out of reach of 2x2, but a part of a 3x3 kernel with twice
+the channels. ``tests/parametrizations/test_bcop.py`` shows both.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ class BRO(AOC):
     """
 
     options: ClassVar[tuple[str, ...]] = ("rank",)
+    uses_orthogonalizer: ClassVar[bool] = False
 
     def __init__(
         self, geometry: ConvGeometry, orthogonalizer_name: str, rank: int | None = None, **factory: Any
