@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from trysquare.layers.conv import _OrthogonalConvolution
 from trysquare.linalg.bounds import any_size_bound, circular_range, normalized, rescaled_up, singular_value_range
 from trysquare.linalg.lanczos import ExtremeSingularValues, golub_kahan
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF, circular_singular_values, polyphase
@@ -193,8 +195,6 @@ def _fourier_range(operator: LinearOperator, kernel: Tensor, lowest: bool) -> tu
 
 def _dense_range(operator: LinearOperator, kernel: Tensor, lowest: bool) -> tuple[float, float]:
     """Certified interval from the matrix itself. Its entries are sums of taps that fall on the same position."""
-    from dataclasses import replace
-
     scaled = replace(operator, kernel=kernel)
     taps = math.prod(kernel.shape[2:])
     rounding = 2 * (taps + 2) * UNIT_ROUNDOFF * operator.repeats * taps * float(kernel.norm()) * 1.01
@@ -208,7 +208,9 @@ def _bound_for_any_size(layer: nn.Module) -> float:
     kernel, exponent = normalized(operator.kernel)
     convolution = polyphase(kernel, operator.stride, operator.dilation, operator.groups, any_size=True)
     bound = any_size_bound(convolution, _BUDGET / 4) if operator.axes else circular_range(convolution, (), lowest=False)[1]
-    repeats = math.prod(_most_repeats(axis, operator.transposed) for axis in operator.axes)
+    # Ours refuse sizes on which circular windows overlap.
+    circle = operator.transposed or isinstance(layer, _OrthogonalConvolution)
+    repeats = 1 if circle else math.prod(_most_repeats(axis) for axis in operator.axes)
     return rescaled_up(bound * math.sqrt(repeats) * (1 + 4 * UNIT_ROUNDOFF), exponent)
 
 
@@ -223,10 +225,10 @@ def _smallest_input(layer: nn.Module) -> tuple[int, ...]:
     return channels, *(s * (d * k + 1 + 2 * widest) for k, s, d in zip(kernel, stride, dilation, strict=True))
 
 
-def _most_repeats(axis: Axis, transposed: bool) -> int:
+def _most_repeats(axis: Axis) -> int:
     """How often padding can repeat a position, on a domain of any size that torch allows."""
     total = sum(axis.pad)
-    if axis.mode == "zeros" or axis.apart or transposed or not total:
+    if axis.mode == "zeros" or axis.apart or not total:
         return 1
     if axis.mode == "circular":
         return 1 if axis.stride == 1 and total < axis.extent else 3

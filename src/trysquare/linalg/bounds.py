@@ -24,7 +24,8 @@ from trysquare.linalg.spectrum import UNIT_ROUNDOFF, FrequencyBlocks, Polyphase
 
 # By how much a verified bound is raised over the eigenvalue that it was guessed from.
 _MARGIN = 1e-7
-_POWER_STEPS = 12
+_POWER_STEPS = 8
+_LANCZOS_STEPS = 64
 # Squared norms next to which float64 underflows.
 _NEGLIGIBLE = 1e-200
 # Taps of a kernel that Gram iteration may grow to, times its channels squared.
@@ -46,7 +47,9 @@ def normalized(kernel: Tensor) -> tuple[Tensor, int]:
 
 
 def rescaled_up(value: float, exponent: int) -> float:
-    """``value * 2^exponent``, rounded up; infinity where that does not fit in float64."""
+    """``value * 2^exponent``, rounded up; infinity where that does not fit in float64 or is not a number."""
+    if math.isnan(value):
+        return math.inf
     try:
         scaled = math.ldexp(value, exponent)
     except OverflowError:
@@ -111,14 +114,34 @@ def _shifted(gram: Tensor, upper: float) -> Tensor:
 
 
 def _raised(gram: Tensor, upper: float, scale: float) -> float:
-    """``upper``, or the least larger number that a factorisation shows to be above all eigenvalues of ``gram``."""
+    """``upper``, or a slightly too large guess of the top eigenvalue that factorisations show to be above all of ``gram``."""
     left = gram if upper <= 0 else gram[_not_below(gram, upper)]
+    margin = _MARGIN
     while len(left):
-        worst = left[int(_rayleigh(left).argmax())]
-        top = float(torch.linalg.eigvalsh(worst)[-1])
-        upper = max(upper, top) + _MARGIN * max(scale, top)
+        top = _top_eigenvalue(left[int(_rayleigh(left).argmax())])
+        # A guess that is below what is known already was not good enough, so widen the margin: this ends.
+        margin = margin if top > upper else 8 * margin
+        upper = max(upper, top) + margin * max(scale, top)
         left = left[_not_below(left, upper)]
     return upper
+
+
+def _top_eigenvalue(matrix: Tensor) -> float:
+    """Largest eigenvalue of a Hermitian matrix, or a close guess by Lanczos where a decomposition would dominate the cost."""
+    size = len(matrix)
+    if size <= _LANCZOS_STEPS:
+        return float(torch.linalg.eigvalsh(matrix)[-1])
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(size, dtype=torch.float64, generator=generator).to(matrix.dtype)
+    basis = (start / start.norm()).unsqueeze(0)
+    while len(basis) < _LANCZOS_STEPS:
+        image = vector = matrix @ basis[-1]
+        for _ in range(2):
+            vector = vector - (basis.conj() @ vector) @ basis
+        if float(vector.norm()) <= 1e-10 * float(image.norm()):
+            break  # an invariant subspace: almost surely it holds the top eigenvector, and a factorisation decides
+        basis = torch.cat([basis, (vector / vector.norm()).unsqueeze(0)])
+    return float(torch.linalg.eigvalsh(basis.conj() @ matrix @ basis.mT)[-1])
 
 
 def _not_below(gram: Tensor, upper: float) -> Tensor:
@@ -129,7 +152,7 @@ def _not_below(gram: Tensor, upper: float) -> Tensor:
 def _rayleigh(gram: Tensor) -> Tensor:
     """A rough largest eigenvalue of each matrix, by power iteration; only decides which matrix to look at."""
     generator = torch.Generator().manual_seed(0)
-    vectors = torch.randn(gram.shape[-1], 2, dtype=torch.float64, generator=generator).to(gram.dtype)
+    vectors = torch.randn(gram.shape[-1], 1, dtype=torch.float64, generator=generator).to(gram.dtype)
     vectors = vectors.expand(len(gram), -1, -1)
     for _ in range(_POWER_STEPS):
         vectors = gram @ vectors
@@ -209,7 +232,7 @@ def gram_bound(matrices: Tensor, steps: int = 6) -> Tensor:
         scale = 2 * (scale + norm.squeeze(-1).squeeze(-1).log())
         iterate = iterate.mH @ iterate
     logarithm = (scale + torch.linalg.matrix_norm(iterate).log()) * 2.0**-steps
-    relative = UNIT_ROUNDOFF * (8 * (large + 8) * (small + 2) + 4 * (steps + 2) * (800 + logarithm.abs()))
+    relative = UNIT_ROUNDOFF * (8 * (large + 8) * (small + 2) + 4 * (steps + 2) * (800 + logarithm.abs().clamp_max(800)))
     bound = logarithm.exp() * (1 + relative)
     return torch.nextafter(bound, torch.where(bound > 0, torch.inf, 0.0))
 
