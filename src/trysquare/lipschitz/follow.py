@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.utils import spectral_norm, weight_norm
 
 from trysquare.lipschitz.functions import FUNCTIONS, Call, flatten_bounds
 from trysquare.lipschitz.registry import NoRuleError, Shape, find_rule, no_rule, way_out
@@ -18,8 +17,8 @@ from trysquare.progress import track
 # Samples of the batch that is sent through to learn the shapes: a number that seldom is the size of another axis, so that
 # functions which move or mix the batch axis are seen.
 _BATCH = 5
+# Torch's hooks that set the weight before each pass: the rule is asked after it.
 _HARMLESS_HOOKS = ("SpectralNorm", "WeightNorm")
-_HOOKS_MODULES = (spectral_norm.__module__, weight_norm.__module__)
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def _zeros(model: nn.Module, shape: Shape) -> Tensor:
 
 
 def _traced(model: nn.Module) -> fx.GraphModule:
-    tracer = _Tracer()
+    tracer, chance = _Tracer(), torch.get_rng_state()
     try:
         graph = tracer.trace(model)
     except Exception as error:
@@ -110,6 +109,8 @@ def _traced(model: nn.Module) -> fx.GraphModule:
             f"the forward pass of {type(module).__name__} at {where or 'the top'!r} cannot be followed by torch.fx ({error}). "
             f"{way_out(type(module).__name__)}"
         ) from error
+    if not torch.equal(chance, torch.get_rng_state()):
+        raise NoRuleError("the forward pass draws random numbers: the network is not a fixed function")
     return fx.GraphModule(tracer.root, graph)
 
 

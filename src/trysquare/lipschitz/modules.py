@@ -23,7 +23,7 @@ _ROUND_UP = 1 + 2.0**-48
 _SLOPES: dict[type[nn.Module], float] = {
     nn.ReLU: 1.0, nn.ReLU6: 1.0, nn.Hardtanh: 1.0, nn.Tanh: 1.0, nn.Sigmoid: 0.25, nn.LogSigmoid: 1.0, nn.Softplus: 1.0,
     nn.Softsign: 1.0, nn.Tanhshrink: 1.0, nn.Softshrink: 1.0, nn.CELU: 1.0, nn.SELU: 1.7581, nn.GELU: 1.1291, nn.SiLU: 1.0999,
-    nn.Mish: 1.0885, nn.Hardswish: 1.5, nn.Hardsigmoid: 1 / 6 * _ROUND_UP,
+    nn.Mish: 1.0885, nn.Hardswish: 1.5, nn.Hardsigmoid: 0.16666668,  # torch has 1/6 in float32
 }  # fmt: skip
 
 
