@@ -58,7 +58,11 @@ def test_text_json_rich_and_plot(tmp_path):
 
 
 def test_large_layers_say_what_was_not_computed():
-    model = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1, padding_mode="circular"), ts.OrthoConv2d(32, 32, 3))
+    model = nn.Sequential(
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.Conv2d(32, 32, 3, padding=1, padding_mode="circular"),
+        ts.OrthoConv2d(32, 32, 3),
+    )
     plain, circular, ours = ts.audit(model, (16, 128, 128)).layers
     assert plain.smallest is None
     assert "Lanczos" in plain.remark

@@ -24,7 +24,16 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def test_audit_of_an_importable_model(elsewhere, capsys):
-    arguments = ["audit", "somebodys_model:build", "--input-shape", "3,8,8", "--json", "report.json", "--plot", "spectra.png"]
+    arguments = [
+        "audit",
+        "somebodys_model:build",
+        "--input-shape",
+        "3,8,8",
+        "--json",
+        "report.json",
+        "--plot",
+        "spectra.png",
+    ]
     assert main(arguments) == 0
     printed = capsys.readouterr()
     assert "Conv2d" in printed.out

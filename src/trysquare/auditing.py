@@ -92,7 +92,9 @@ class AuditReport:
             for row in self.layers
         ]  # fmt: skip
         widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *rows]]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *rows]
+        ]
         lines.insert(1, "  ".join("-" * width for width in widths))
         return "\n".join(line.rstrip() for line in [*lines, "", self.summary])
 
@@ -178,9 +180,7 @@ def _row(step: Step, spectra: bool) -> LayerAudit:
         remark = _why_amplifies(step)
     geometry = _shapes(step)
     verdict = _verdict(smallest, step.constant)
-    return LayerAudit(
-        step.name, step.kind, geometry, smallest, largest, step.constant, step.bound, verdict, remark
-    )
+    return LayerAudit(step.name, step.kind, geometry, smallest, largest, step.constant, step.bound, verdict, remark)
 
 
 def _verdict(smallest: float | None, bound: float) -> str:
@@ -266,7 +266,9 @@ def _padding_remark(axis: Axis) -> str | None:
         return None
     left, right = axis.pad
     if axis.mode != "circular":
-        return f"{axis.mode} padding {max(left, right)} repeats pixels up to {axis.repeats} times: use zeros or circular"
+        return (
+            f"{axis.mode} padding {max(left, right)} repeats pixels up to {axis.repeats} times: use zeros or circular"
+        )
     if left + right >= axis.extent:
         best = max(0, -((axis.stride - axis.extent) // 2))
         return f"circular padding {max(left, right)} repeats outputs: use {best}"
@@ -284,7 +286,11 @@ def _extremes(step: Step, operator: LinearOperator) -> tuple[float | None, float
         return float(values[-1]), float(values[0]), values, ""
     if operator.circular:
         low, high = norm_range(operator)
-        how = "σ min is a certified lower bound" if low > 0 else "σ min not computed: too large; trysquare.singular_values has it"
+        how = (
+            "σ min is a certified lower bound"
+            if low > 0
+            else "σ min not computed: too large; trysquare.singular_values has it"
+        )
         return (low if low > 0 else None), min(high, step.constant), None, how
     applied = math.prod(operator.image) * math.prod(operator.kernel.shape[1:]) * 2
     steps = max(6, min(_LANCZOS_STEPS, int(_LANCZOS_COST // applied)))

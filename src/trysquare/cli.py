@@ -28,7 +28,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("audit", help="check a network layer by layer, and bound its Lipschitz constant")
     command.add_argument("model", metavar="MODEL", help="checkpoint file, or package.module:factory")
-    command.add_argument("--input-shape", type=_shape, required=True, metavar="C,H,W", help="one input, without the batch")
+    command.add_argument(
+        "--input-shape", type=_shape, required=True, metavar="C,H,W", help="one input, without the batch"
+    )
     command.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     command.add_argument("--plot", type=Path, metavar="FILE", help="write the spectra as a picture")
     return parser

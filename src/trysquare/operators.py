@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from trysquare.geometry import Pads, Sizes
-from trysquare.layers.conv import _CONV, _CONV_TRANSPOSE, _Convolution, _flat, _OrthogonalConvolution, _TransposedConvolution
+from trysquare.layers.conv import (
+    _CONV,
+    _CONV_TRANSPOSE,
+    _Convolution,
+    _flat,
+    _OrthogonalConvolution,
+    _TransposedConvolution,
+)
 from trysquare.layers.linear import OrthoLinear
 from trysquare.linalg.precision import full_precision
 
@@ -330,7 +337,4 @@ def _transposed_axes(layer: _ConvNd, extent: Sizes, sizes: Sizes) -> tuple[Axis,
     domain = tuple((n - 1) * s + e - sum(pad) for n, s, e, pad in zip(sizes, stride, extent, pads, strict=True))
     if min(domain) < 1:
         raise ValueError(f"an input of size {sizes} is too small: the output would have size {domain}")
-    return tuple(
-        Axis(*numbers, "zeros") for numbers in zip(domain, sizes, extent, stride, pads, strict=True)
-    )
-
+    return tuple(Axis(*numbers, "zeros") for numbers in zip(domain, sizes, extent, stride, pads, strict=True))

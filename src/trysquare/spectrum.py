@@ -181,7 +181,9 @@ def _read_rank(operator: LinearOperator) -> int:
 
 
 def _certifiable(operator: LinearOperator) -> bool:
-    return operator.smaller_side // operator.groups <= _CERTIFIED_SIDE and _dense_entries(operator) <= _DENSE_ENTRIES // 2
+    return (
+        operator.smaller_side // operator.groups <= _CERTIFIED_SIDE and _dense_entries(operator) <= _DENSE_ENTRIES // 2
+    )
 
 
 def _fourier_range(operator: LinearOperator, kernel: Tensor, lowest: bool) -> tuple[float, float]:
@@ -207,7 +209,9 @@ def _bound_for_any_size(layer: nn.Module) -> float:
     operator = read_layer(layer, smallest)
     kernel, exponent = normalized(operator.kernel)
     convolution = polyphase(kernel, operator.stride, operator.dilation, operator.groups, any_size=True)
-    bound = any_size_bound(convolution, _BUDGET / 4) if operator.axes else circular_range(convolution, (), lowest=False)[1]
+    bound = (
+        any_size_bound(convolution, _BUDGET / 4) if operator.axes else circular_range(convolution, (), lowest=False)[1]
+    )
     # Ours refuse sizes on which circular windows overlap.
     circle = operator.transposed or isinstance(layer, _OrthogonalConvolution)
     repeats = 1 if circle else math.prod(_most_repeats(axis) for axis in operator.axes)

@@ -60,7 +60,9 @@ def test_rules_are_above_every_jacobian_seen(module, shape):
     found = ts.lipschitz_bound(module, shape)
     seen = max(jacobian_norm(module, 3 * torch.randn(shape)) for _ in range(5))
     assert seen <= found * (1 + 1e-6)
-    linear = not isinstance(module, nn.MaxPool2d | nn.MaxPool1d | nn.AdaptiveMaxPool1d | nn.Softmax | nn.LogSoftmax | nn.ELU)
+    linear = not isinstance(
+        module, nn.MaxPool2d | nn.MaxPool1d | nn.AdaptiveMaxPool1d | nn.Softmax | nn.LogSoftmax | nn.ELU
+    )
     if linear:
         assert found <= seen * (1 + 1e-5)
 
@@ -80,7 +82,9 @@ def test_branches_scalings_and_rearrangements():
     assert bound(lambda m, x: x - 0.5 * x) == close(1.5)
     assert bound(lambda m, x: torch.cat([x, 2 * x], 1)) == close(math.sqrt(5))
     assert bound(lambda m, x: torch.stack([x, x], dim=2)) == close(math.sqrt(2))
-    assert bound(lambda m, x: (x - m.mean) / m.std, mean=torch.ones(3, 1, 1), std=torch.tensor([0.2, 0.25, 0.5])[:, None, None]) == close(5)
+    assert bound(
+        lambda m, x: (x - m.mean) / m.std, mean=torch.ones(3, 1, 1), std=torch.tensor([0.2, 0.25, 0.5])[:, None, None]
+    ) == close(5)
     assert bound(lambda m, x: m.a * x + (1 - m.a) * x.abs(), a=torch.tensor(0.3)) == close(1)
     assert bound(lambda m, x: torch.sigmoid(m.a) * x, a=torch.tensor(0.0)) == close(0.5)
     assert bound(lambda m, x: x.mean((2, 3))) == close(1 / 6)
@@ -125,7 +129,9 @@ class Unknown(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "module", [nn.LayerNorm(6), nn.GroupNorm(1, 3), nn.RMSNorm(6), nn.Threshold(0.1, 0), nn.LSTM(6, 6), Unknown()], ids=repr
+    "module",
+    [nn.LayerNorm(6), nn.GroupNorm(1, 3), nn.RMSNorm(6), nn.Threshold(0.1, 0), nn.LSTM(6, 6), Unknown()],
+    ids=repr,
 )
 def test_errors_name_the_module_and_the_way_out(module):
     model = nn.Sequential(nn.Identity(), nn.Sequential(module))
@@ -243,7 +249,9 @@ def test_bound_is_above_the_lower_bound_on_networks():
         lower = ts.lipschitz_lower_bound(model, torch.randn(4, 3, 8, 8))
         assert 0 < lower <= upper
     tight = nn.Sequential(ts.OrthoConv2d(3, 12, 2, stride=2), nn.Flatten(), ts.OrthoLinear(192, 192))
-    assert ts.lipschitz_lower_bound(tight, torch.randn(1, 3, 8, 8)) == pytest.approx(ts.lipschitz_bound(tight, (3, 8, 8)), rel=1e-5)
+    assert ts.lipschitz_lower_bound(tight, torch.randn(1, 3, 8, 8)) == pytest.approx(
+        ts.lipschitz_bound(tight, (3, 8, 8)), rel=1e-5
+    )
 
 
 def test_lower_bound_is_the_jacobian_norm_and_climbs():
@@ -261,4 +269,6 @@ def test_lower_bound_is_the_jacobian_norm_and_climbs():
 
 def test_a_resnet_is_followed():
     model = resnet18(width=4, classes=5).eval()
-    assert ts.lipschitz_lower_bound(model, torch.randn(1, 3, 32, 32), ascent_steps=1) < ts.lipschitz_bound(model, (3, 32, 32))
+    assert ts.lipschitz_lower_bound(model, torch.randn(1, 3, 32, 32), ascent_steps=1) < ts.lipschitz_bound(
+        model, (3, 32, 32)
+    )

@@ -57,7 +57,9 @@ def rescaled_up(value: float, exponent: int) -> float:
     return math.nextafter(scaled, math.inf) if value > 0 else 0.0
 
 
-def singular_value_range(blocks: Iterable[Tensor], rounding: float = 0.0, *, lowest: bool = True) -> tuple[float, float]:
+def singular_value_range(
+    blocks: Iterable[Tensor], rounding: float = 0.0, *, lowest: bool = True
+) -> tuple[float, float]:
     """Certified interval that holds the ``min(n, m)`` singular values of each of many matrices.
 
     ``μ`` is at least every eigenvalue of a Gram matrix ``G`` if and only if ``μ I - G`` has a Cholesky factorisation. So
@@ -232,7 +234,9 @@ def gram_bound(matrices: Tensor, steps: int = 6) -> Tensor:
         scale = 2 * (scale + norm.squeeze(-1).squeeze(-1).log())
         iterate = iterate.mH @ iterate
     logarithm = (scale + torch.linalg.matrix_norm(iterate).log()) * 2.0**-steps
-    relative = UNIT_ROUNDOFF * (8 * (large + 8) * (small + 2) + 4 * (steps + 2) * (800 + logarithm.abs().clamp_max(800)))
+    relative = UNIT_ROUNDOFF * (
+        8 * (large + 8) * (small + 2) + 4 * (steps + 2) * (800 + logarithm.abs().clamp_max(800))
+    )
     bound = logarithm.exp() * (1 + relative)
     return torch.nextafter(bound, torch.where(bound > 0, torch.inf, 0.0))
 

@@ -99,7 +99,11 @@ def polyphase(
 
 def _grid(sizes: tuple[int, ...]) -> Tensor:
     """All index vectors ``(prod(sizes), dims)`` in order, the last axis fastest."""
-    return torch.stack([i.flatten() for i in torch.meshgrid(*map(torch.arange, sizes), indexing="ij")], -1) if sizes else torch.zeros(1, 0, dtype=torch.long)
+    return (
+        torch.stack([i.flatten() for i in torch.meshgrid(*map(torch.arange, sizes), indexing="ij")], -1)
+        if sizes
+        else torch.zeros(1, 0, dtype=torch.long)
+    )
 
 
 class FrequencyBlocks:

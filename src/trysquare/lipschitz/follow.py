@@ -204,7 +204,9 @@ class _Follower(fx.Interpreter):
             raise type(error)(f"{type(module).__name__} at {n.target!r}: {error}") from error
         constants = [constants] * len(each) if isinstance(constants, float | int) else list(constants)
         if not all(constant >= 0 for constant in constants):
-            raise ValueError(f"the rule for {type(module).__name__} at {n.target!r} gave {constants}: not a Lipschitz constant")
+            raise ValueError(
+                f"the rule for {type(module).__name__} at {n.target!r} gave {constants}: not a Lipschitz constant"
+            )
         return sum(float(constant) * bound for constant, bound in zip(constants, each, strict=True))
 
     @staticmethod
@@ -237,7 +239,9 @@ class _Follower(fx.Interpreter):
         if bound > 0 and n.op != "output":
             for tensor in _tensors(value):
                 if tensor.ndim == 0 or tensor.shape[0] != _BATCH:
-                    raise NoRuleError(f"{_name(n)} moves or mixes the samples of a batch: its output is {tuple(tensor.shape)}")
+                    raise NoRuleError(
+                        f"{_name(n)} moves or mixes the samples of a batch: its output is {tuple(tensor.shape)}"
+                    )
 
     def _write_through(self, tensor: Tensor, bound: Any) -> None:
         """An operation in place: every name of that memory now has its bound."""
@@ -253,9 +257,7 @@ class _Follower(fx.Interpreter):
         if not made:
             return
         kind = type(module).__name__.removeprefix("Parametrized") if module is not None else _function_name(n)
-        self.steps.append(
-            Step(_name(n), module, kind, shapes[0] if shapes else (), made[0], bound / before, bound)
-        )
+        self.steps.append(Step(_name(n), module, kind, shapes[0] if shapes else (), made[0], bound / before, bound))
 
 
 def _tensors(value: Any) -> list[Tensor]:

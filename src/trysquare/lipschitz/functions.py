@@ -277,7 +277,11 @@ def reduced_extremum(call: Call) -> float:
 
 
 def _reduced(call: Call) -> int:
-    dims = call.args[1:] if len(call.args) > 2 and all(isinstance(a, int) for a in call.args[1:]) else call.argument(1, "dim")
+    dims = (
+        call.args[1:]
+        if len(call.args) > 2 and all(isinstance(a, int) for a in call.args[1:])
+        else call.argument(1, "dim")
+    )
     return math.prod(call.shape[dim] for dim in _own_dims(call, dims))
 
 
@@ -368,7 +372,9 @@ def _through_module(cls: Callable[..., nn.Module]) -> FunctionRule:
     def apply(call: Call) -> float:
         if call.kwargs.get("antialias"):
             raise NoRuleError("antialias=True has no rule")
-        kwargs = {name: value for name, value in call.kwargs.items() if name not in ("inplace", "training", "antialias")}
+        kwargs = {
+            name: value for name, value in call.kwargs.items() if name not in ("inplace", "training", "antialias")
+        }
         allowed = inspect.signature(cls).parameters
         positional = call.args[1 : 1 + len(allowed)]
         module = cls(*positional, **kwargs).eval()

@@ -143,7 +143,9 @@ def batch_norm_scales(layer: Any) -> Tensor:
 
 def _must_be_in_eval(layer: nn.Module) -> None:
     if layer.training:
-        raise NoRuleError(f"{type(layer).__name__} is in training mode, where it has no Lipschitz constant; call model.eval()")
+        raise NoRuleError(
+            f"{type(layer).__name__} is in training mode, where it has no Lipschitz constant; call model.eval()"
+        )
 
 
 @rule(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
@@ -231,7 +233,13 @@ def axis_norm(resample: Callable[[Tensor], Tensor], size: int) -> float:
     return matrix_norm(axis_matrix(resample, size)) * _ROUND_UP
 
 
-_INTERPOLATION = {"nearest": "nearest", "nearest-exact": "nearest-exact", "linear": "linear", "bilinear": "linear", "trilinear": "linear"}
+_INTERPOLATION = {
+    "nearest": "nearest",
+    "nearest-exact": "nearest-exact",
+    "linear": "linear",
+    "bilinear": "linear",
+    "trilinear": "linear",
+}
 
 
 @rule(nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d)
@@ -276,4 +284,3 @@ def unfold(layer: nn.Unfold, shape: Shape) -> float:
     """The square is the largest number of windows that hold one position."""
     numbers = zip(*(_each(n, 2) for n in _window_numbers(layer)), _sizes(shape, 2), strict=True)
     return math.sqrt(math.prod(_most_windows(*axis) for axis in numbers)) * _ROUND_UP
-

@@ -72,12 +72,12 @@ def find_rule(module: nn.Module) -> Rule | None:
 def no_rule(module: nn.Module, name: str) -> NoRuleError:
     """The error for a module without a rule."""
     cls = next(c for c in type(module).__mro__ if not c.__name__.startswith("Parametrized"))
-    why = next((text for base, text in _WHY_NOT.items() if isinstance(module, base)), "its Lipschitz constant is not known")
+    why = next(
+        (text for base, text in _WHY_NOT.items() if isinstance(module, base)), "its Lipschitz constant is not known"
+    )
     return NoRuleError(f"no Lipschitz rule for {cls.__name__} at {name!r}: {why}. {way_out(cls.__name__)}")
 
 
 def way_out(cls: str) -> str:
     """How to register a rule."""
-    return (
-        f"If you can prove a bound, register it: @trysquare.lipschitz.rule({cls}) on a function (layer, input_shape) -> float"
-    )
+    return f"If you can prove a bound, register it: @trysquare.lipschitz.rule({cls}) on a function (layer, input_shape) -> float"
