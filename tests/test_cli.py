@@ -16,7 +16,8 @@ def small(width=4):
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     (tmp_path / "somebodys_model.py").write_text(
-        "from torch import nn\n\ndef build():\n    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())\n\nnumber = lambda: 3\n"
+        "from torch import nn\n\ndef build():\n    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())\n\n"
+        "number = lambda: 3\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])

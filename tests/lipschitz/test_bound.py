@@ -39,19 +39,43 @@ def jacobian_norm(model, x):
 
 
 MODULES = [
-    (nn.Linear(6, 4), (5, 6)), (nn.Conv2d(3, 4, 3, 2, 1), (3, 6, 6)), (nn.ConvTranspose2d(3, 2, 3, 2, 1, 1), (3, 4, 4)),
-    (nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), (3, 6, 6)), (nn.Conv1d(3, 4, 3, padding=2, padding_mode="circular"), (3, 8)),
-    (nn.BatchNorm2d(3), (3, 4, 4)), (nn.MaxPool2d(3, 2, 1), (2, 7, 7)), (nn.MaxPool1d(4, 1), (2, 9)), (nn.AvgPool2d(3, 2, 1), (2, 7, 7)),
-    (nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False), (1, 6, 7)), (nn.AvgPool2d(2, 1, divisor_override=1), (1, 5, 5)),
-    (nn.AdaptiveAvgPool2d((2, 3)), (2, 7, 5)), (nn.AdaptiveAvgPool2d(1), (2, 5, 5)), (nn.AdaptiveMaxPool1d(4), (2, 6)),
-    (nn.Flatten(), (2, 3)), (nn.Unflatten(1, (2, 2)), (4, 3)), (nn.Dropout(0.5), (5,)), (nn.PixelShuffle(2), (4, 3, 3)),
-    (nn.PixelUnshuffle(2), (1, 4, 4)), (nn.ChannelShuffle(2), (4, 3, 3)), (nn.ReflectionPad2d(2), (2, 4, 4)),
-    (nn.ReplicationPad2d((0, 2, 1, 0)), (2, 4, 4)), (nn.CircularPad1d(3), (2, 4)), (nn.ZeroPad2d(1), (2, 4, 4)),
-    (nn.Upsample(scale_factor=2), (2, 3, 3)), (nn.Upsample(scale_factor=2, mode="bilinear", align_corners=False), (1, 4, 3)),
-    (nn.Unfold(3, padding=1), (2, 4, 4)), (nn.PReLU(init=1.5), (3, 2)), (nn.LeakyReLU(0.2), (4,)), (nn.ELU(2.0), (4,)), (nn.Softmax(1), (4,)),
-    (nn.LogSoftmax(1), (4,)), (ts.OrthoConv2d(4, 8, 3, stride=2), (4, 6, 6)), (ts.OrthoConvTranspose2d(8, 4, 3, stride=2), (8, 3, 3)),
-    (ts.OrthoLinear(6, 3), (6,)), (ts.OrthoConv2d(4, 16, 4, stride=2).inverse(), (16, 4, 4)),
-]  # fmt: skip
+    (nn.Linear(6, 4), (5, 6)),
+    (nn.Conv2d(3, 4, 3, 2, 1), (3, 6, 6)),
+    (nn.ConvTranspose2d(3, 2, 3, 2, 1, 1), (3, 4, 4)),
+    (nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), (3, 6, 6)),
+    (nn.Conv1d(3, 4, 3, padding=2, padding_mode="circular"), (3, 8)),
+    (nn.BatchNorm2d(3), (3, 4, 4)),
+    (nn.MaxPool2d(3, 2, 1), (2, 7, 7)),
+    (nn.MaxPool1d(4, 1), (2, 9)),
+    (nn.AvgPool2d(3, 2, 1), (2, 7, 7)),
+    (nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False), (1, 6, 7)),
+    (nn.AvgPool2d(2, 1, divisor_override=1), (1, 5, 5)),
+    (nn.AdaptiveAvgPool2d((2, 3)), (2, 7, 5)),
+    (nn.AdaptiveAvgPool2d(1), (2, 5, 5)),
+    (nn.AdaptiveMaxPool1d(4), (2, 6)),
+    (nn.Flatten(), (2, 3)),
+    (nn.Unflatten(1, (2, 2)), (4, 3)),
+    (nn.Dropout(0.5), (5,)),
+    (nn.PixelShuffle(2), (4, 3, 3)),
+    (nn.PixelUnshuffle(2), (1, 4, 4)),
+    (nn.ChannelShuffle(2), (4, 3, 3)),
+    (nn.ReflectionPad2d(2), (2, 4, 4)),
+    (nn.ReplicationPad2d((0, 2, 1, 0)), (2, 4, 4)),
+    (nn.CircularPad1d(3), (2, 4)),
+    (nn.ZeroPad2d(1), (2, 4, 4)),
+    (nn.Upsample(scale_factor=2), (2, 3, 3)),
+    (nn.Upsample(scale_factor=2, mode="bilinear", align_corners=False), (1, 4, 3)),
+    (nn.Unfold(3, padding=1), (2, 4, 4)),
+    (nn.PReLU(init=1.5), (3, 2)),
+    (nn.LeakyReLU(0.2), (4,)),
+    (nn.ELU(2.0), (4,)),
+    (nn.Softmax(1), (4,)),
+    (nn.LogSoftmax(1), (4,)),
+    (ts.OrthoConv2d(4, 8, 3, stride=2), (4, 6, 6)),
+    (ts.OrthoConvTranspose2d(8, 4, 3, stride=2), (8, 3, 3)),
+    (ts.OrthoLinear(6, 3), (6,)),
+    (ts.OrthoConv2d(4, 16, 4, stride=2).inverse(), (16, 4, 4)),
+]
 
 
 @pytest.mark.parametrize(("module", "shape"), MODULES, ids=lambda v: repr(v)[:50])
@@ -230,13 +254,13 @@ def test_modes_hooks_shapes_and_weights():
     hooked[0].register_forward_hook(lambda module, args, output: 100 * output)
     with pytest.raises(NoRuleError, match="hooks"):
         ts.lipschitz_bound(hooked, (3,))
-    with pytest.raises(ValueError, match="'?0'? does not accept an input of shape"):
+    with pytest.raises(ValueError, match=r"0 does not accept an input of shape"):
         ts.lipschitz_bound(nn.Sequential(nn.Linear(3, 3)), (4,))
     with pytest.raises(ValueError, match="positive integers"):
         ts.lipschitz_bound(nn.Linear(3, 3), ())
     broken = nn.Sequential(nn.ReLU(), nn.Linear(3, 3))
     broken[1].weight.data[0, 0] = math.nan
-    with pytest.raises(ValueError, match="Linear at '1'.*not finite"):
+    with pytest.raises(ValueError, match=r"Linear at '1'.*not finite"):
         ts.lipschitz_bound(broken, (3,))
 
 

@@ -17,9 +17,9 @@ _LOOK_EVERY = 5
 class ExtremeSingularValues(NamedTuple):
     """Smallest and largest singular value, and how far each can be from a true one.
 
-    ``largest`` is never above the truth, ``smallest`` never below it, up to rounding (they are those of the operator restricted
-    to a subspace). Within the tolerance of each there is a singular value of the operator; that it is the extreme one is
-    certain only if the tolerance is 0 or the start, which is random, was not orthogonal to it.
+    ``largest`` is never above the truth, ``smallest`` never below it, up to rounding (they are those of the operator
+    restricted to a subspace). Within the tolerance of each there is a singular value of the operator; that it is the
+    extreme one is certain only if the tolerance is 0 or the start, which is random, was not orthogonal to it.
     """
 
     smallest: float
@@ -89,7 +89,7 @@ class _Basis:
 
 
 def _ritz(diagonal: list[float], above: list[float]) -> ExtremeSingularValues:
-    """Singular values of the bidiagonal matrix, with their residuals ``above[-1] * |last entry of the left vector|``."""
+    """Singular values of the bidiagonal matrix, with their residuals ``above[-1] |last entry of the left vector|``."""
     matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
     if len(diagonal) > 1:
         matrix += torch.diag(torch.tensor(above[:-1], dtype=torch.float64), 1)
