@@ -27,6 +27,7 @@ types: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/spectrum.py
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -34,8 +34,8 @@ class LayerAudit:
         name: path of the module, or of the function that the forward pass calls.
         type: class or function.
         geometry: shapes, and the numbers of a convolution.
-        smallest: smallest singular value, or a certified lower bound on it (the remark says which); ``None`` if it was not
-            computed or there is none.
+        smallest: smallest singular value, or a certified lower bound on it (the remark says which); ``None`` if it was
+            not computed or there is none.
         largest: largest singular value found (a lower bound on the norm); ``None`` if there is none.
         bound: certified upper bound on the layer's own Lipschitz constant.
         bound_so_far: certified bound of the network up to here.
@@ -273,8 +273,8 @@ def _padding_remark(axis: Axis) -> str | None:
         best = max(0, -((axis.stride - axis.extent) // 2))
         return f"circular padding {max(left, right)} repeats outputs: use {best}"
     return (
-        f"size {axis.size} is not a multiple of stride {axis.stride}, so circular windows overlap where they wrap: pad or crop "
-        f"the input to {axis.size // axis.stride * axis.stride or axis.stride}"
+        f"size {axis.size} is not a multiple of stride {axis.stride}, so circular windows overlap where they wrap: "
+        f"pad or crop the input to {axis.size // axis.stride * axis.stride or axis.stride}"
     )
 
 

@@ -21,8 +21,8 @@ def save_checkpoint(
 ) -> None:
     """Write a model so that ``load_model`` can make it again.
 
-    The file is loadable with ``torch.load(weights_only=True)``, and replaced in one step: an interrupted write leaves the
-    old one.
+    The file is loadable with ``torch.load(weights_only=True)``, and replaced in one step: an interrupted write leaves
+    the old one.
 
     Args:
         path: file to write.

@@ -1,7 +1,7 @@
 """Linear layers read into numbers: the one place that knows how torch and this library apply a convolution.
 
-A transposed convolution is the adjoint of the plain convolution with the same weight, so it is read as that one. A linear
-layer is a convolution without axes.
+A transposed convolution is the adjoint of the plain convolution with the same weight, so it is read as that one. A
+linear layer is a convolution without axes.
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ def read_layer(layer: nn.Module, input_shape: Sequence[int]) -> LinearOperator:
         raise ValueError(f"input_shape={input_shape!r} must be positive integers: one input without the batch")
     if not reads(layer):
         raise TypeError(
-            f"{type(layer).__name__} is not a linear or convolution layer of torch or trysquare, or overrides forward: its "
-            "matrix cannot be read off its weight; trysquare.lipschitz_bound follows other modules"
+            f"{type(layer).__name__} is not a linear or convolution layer of torch or trysquare, or overrides "
+            "forward: its matrix cannot be read off its weight; trysquare.lipschitz_bound follows other modules"
         )
     kernel = _used_weight(layer)
     if isinstance(layer, nn.Linear):
@@ -315,8 +315,8 @@ def _check_torch_padding(axes: tuple[Axis, ...]) -> None:
     for number, axis in enumerate(axes):
         if axis.mode in limits and max(axis.pad) > axis.size + limits[axis.mode]:
             raise ValueError(
-                f"{axis.mode} padding {axis.pad} on axis {number} is too wide for a size of {axis.size}: torch allows at most "
-                f"{axis.size + limits[axis.mode]}"
+                f"{axis.mode} padding {axis.pad} on axis {number} is too wide for a size of {axis.size}: torch "
+                f"allows at most {axis.size + limits[axis.mode]}"
             )
 
 
@@ -324,8 +324,8 @@ def _transposed_axes(layer: _ConvNd, extent: Sizes, sizes: Sizes) -> tuple[Axis,
     """Axes of the convolution that a transposed layer is the adjoint of: its domain is the layer's output."""
     stride = tuple(layer.stride)
     if isinstance(layer, _OrthogonalConvolution) and layer.padding_mode == "circular":
-        # What falls past the border is wrapped around, whatever the crop. A crop on the left only shifts the circle, so leave
-        # it out: no singular value depends on it.
+        # What falls past the border is wrapped around, whatever the crop. A crop on the left only shifts the circle,
+        # so leave it out: no singular value depends on it.
         return tuple(
             Axis(n * s, n, e, s, (0, max(0, e - s)), "circular") for n, e, s in zip(sizes, extent, stride, strict=True)
         )

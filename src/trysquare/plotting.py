@@ -21,19 +21,19 @@ def plot_spectra(report: AuditReport, path: str | os.PathLike[str]) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("a plot needs matplotlib: pip install 'trysquare[plot]'") from error
-    rows = [row for row in report.layers if row.largest is not None]
+    rows = [(row, row.largest) for row in report.layers if row.largest is not None]
     if not rows:
         raise ValueError("the network has no linear layer: there is no spectrum to draw")
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
-    for row in rows:
+    for row, largest in rows:
         if row.spectrum:
             share = [i / max(1, len(row.spectrum) - 1) for i in range(len(row.spectrum))]
             axes.plot(share, row.spectrum, label=row.name)
         elif row.smallest is not None:
-            axes.plot([0, 1], [row.largest, row.smallest], ":", label=f"{row.name} (extremes)")
+            axes.plot([0, 1], [largest, row.smallest], ":", label=f"{row.name} (extremes)")
         else:
-            axes.plot([0], [row.largest], "o", label=f"{row.name} (largest)")
+            axes.plot([0], [largest], "o", label=f"{row.name} (largest)")
     axes.axhline(1, color="black", linewidth=0.5)
     axes.set(xlabel="share of the singular values", ylabel="singular value", title=report.summary)
     if len(rows) <= 40:

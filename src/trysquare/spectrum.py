@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trysquare.layers.conv import _OrthogonalConvolution
 from trysquare.linalg.bounds import any_size_bound, circular_range, normalized, rescaled_up, singular_value_range
 from trysquare.linalg.lanczos import ExtremeSingularValues, golub_kahan
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF, circular_singular_values, polyphase
 from trysquare.operators import Axis, LinearOperator, read_layer
 
-# Entries of the largest dense matrix whose singular values are computed, and the side of the largest that a bound is certified on.
+# Entries of the largest dense matrix whose singular values are computed, and the side of the largest that a bound is
+# certified on.
 _DENSE_ENTRIES = 1 << 25
 _CERTIFIED_SIDE = 1536
 # Real operations that one certified bound may take before it falls back to a coarser grid of frequencies.
@@ -26,9 +30,10 @@ _LANCZOS_BYTES = 1 << 30
 def singular_values(layer: nn.Module, input_shape: Sequence[int]) -> Tensor:
     """Every singular value of a linear or convolution layer on inputs of a given shape.
 
-    Circular convolutions, plain and transposed, with any stride, dilation and groups, are split by polyphase decomposition and
-    Fourier transform, so the cost is that of many small matrices; so are convolutions whose windows neither overlap nor
-    meet the padding. Others (zero padding, reflection, circular padding that repeats outputs) are written as a dense matrix for each group.
+    Circular convolutions, plain and transposed, with any stride, dilation and groups, are split by polyphase
+    decomposition and Fourier transform, so the cost is that of many small matrices; so are convolutions whose windows
+    neither overlap nor meet the padding. Others (zero padding, reflection, circular padding that repeats outputs) are
+    written as a dense matrix for each group.
 
     Args:
         layer: a linear or convolution layer, of torch or ours. The bias is left out.
@@ -39,8 +44,8 @@ def singular_values(layer: nn.Module, input_shape: Sequence[int]) -> Tensor:
 
     Raises:
         TypeError: if the layer is not a linear or convolution layer.
-        ValueError: if the shape does not fit the layer, the weight is not finite, or a dense matrix is needed and would be too
-            large.
+        ValueError: if the shape does not fit the layer, the weight is not finite, or a dense matrix is needed and
+            would be too large.
 
     >>> values = singular_values(nn.Conv2d(2, 4, 3, stride=2, padding=1, padding_mode="circular"), (2, 8, 8))
     >>> len(values)
@@ -71,9 +76,10 @@ def _dense_values(operator: LinearOperator, layer: nn.Module) -> Tensor:
     if _dense_entries(operator) > _DENSE_ENTRIES:
         rows, columns = math.prod(operator.image), math.prod(operator.domain)
         raise ValueError(
-            f"{type(layer).__name__} on this input is a {rows} x {columns} matrix that no Fourier transform makes block "
-            f"diagonal (padding_mode={operator.axes[0].mode!r}): too large for all singular values; trysquare.extreme_singular_values "
-            "gives the smallest and the largest, trysquare.spectral_norm_bound a certified bound, and circular padding the whole spectrum"
+            f"{type(layer).__name__} on this input is a {rows} x {columns} matrix that no Fourier transform makes "
+            f"block diagonal (padding_mode={operator.axes[0].mode!r}): too large for all singular values; "
+            "trysquare.extreme_singular_values gives the smallest and the largest, trysquare.spectral_norm_bound a "
+            "certified bound"
         )
     return torch.linalg.svdvals(operator.dense()).flatten().sort(descending=True).values
 
@@ -84,8 +90,8 @@ def extreme_singular_values(
 ) -> ExtremeSingularValues:
     """Smallest and largest singular value of a layer of any size, with the tolerances that were reached.
 
-    From the whole spectrum where a Fourier transform or a small dense matrix gives it; otherwise by matrix-free Lanczos
-    iteration (Golub-Kahan) on the layer itself.
+    From the whole spectrum where a Fourier transform or a small dense matrix gives it; otherwise by matrix-free
+    Lanczos iteration (Golub-Kahan) on the layer itself.
 
     Args:
         layer: a linear or convolution layer, of torch or ours.
@@ -121,8 +127,8 @@ def lanczos_extremes(operator: LinearOperator, steps: int, tolerance: float) -> 
 
     rows, columns = math.prod(operator.image), math.prod(operator.domain)
     fits = max(8, _LANCZOS_BYTES // (8 * (rows + columns)))
-    pair = (forward, backward) if columns <= rows else (backward, forward)
-    return golub_kahan(*pair, min(rows, columns), min(steps, fits), tolerance)
+    apply, transpose = (forward, backward) if columns <= rows else (backward, forward)
+    return golub_kahan(apply, transpose, min(rows, columns), min(steps, fits), tolerance)
 
 
 @torch.no_grad()
@@ -130,14 +136,15 @@ def spectral_norm_bound(layer: nn.Module, input_shape: Sequence[int] | None = No
     """Certified upper bound on the largest singular value of a linear or convolution layer.
 
     Proved, rounding included: the bound is at least the spectral norm of the linear part of the layer, with the weight
-    that the forward pass uses (after the layer's casts, and those of autocast where it is active), in exact arithmetic. See
-    ``trysquare.linalg.bounds`` for the theorems and the assumptions on float64 arithmetic. Not included: the rounding of the forward pass
-    itself in the layer's dtype.
+    that the forward pass uses (after the layer's casts, and those of autocast where it is active), in exact
+    arithmetic. See ``trysquare.linalg.bounds`` for the theorems and the assumptions on float64 arithmetic. Not
+    included: the rounding of the forward pass itself in the layer's dtype.
 
-    How tight: within 1e-6 for linear layers, circular convolutions and small layers of any kind. Zero padding is bounded by a slightly larger
-    circular domain, which is tight for orthogonal layers and within a few percent for others. Padding that repeats
-    positions multiplies by the norm of the padding, where the matrix is too large to be certified as a whole. A layer
-    whose frequencies are too many (``4e11`` operations) gets the bound that holds for every size.
+    How tight: within 1e-6 for linear layers, circular convolutions and small layers of any kind. Zero padding is
+    bounded by a slightly larger circular domain, which is tight for orthogonal layers and within a few percent for
+    others. Padding that repeats positions multiplies by the norm of the padding, where the matrix is too large to be
+    certified as a whole. A layer whose frequencies are too many (``4e11`` operations) gets the bound that holds for
+    every size.
 
     Args:
         layer: a linear or convolution layer, of torch or ours.
@@ -195,8 +202,6 @@ def _fourier_range(operator: LinearOperator, kernel: Tensor, lowest: bool) -> tu
 
 def _dense_range(operator: LinearOperator, kernel: Tensor, lowest: bool) -> tuple[float, float]:
     """Certified interval from the matrix itself. Its entries are sums of taps that fall on the same position."""
-    from dataclasses import replace
-
     scaled = replace(operator, kernel=kernel)
     taps = math.prod(kernel.shape[2:])
     rounding = 2 * (taps + 2) * UNIT_ROUNDOFF * operator.repeats * taps * float(kernel.norm()) * 1.01
@@ -212,7 +217,9 @@ def _bound_for_any_size(layer: nn.Module) -> float:
     bound = (
         any_size_bound(convolution, _BUDGET / 4) if operator.axes else circular_range(convolution, (), lowest=False)[1]
     )
-    repeats = math.prod(_most_repeats(axis, operator.transposed) for axis in operator.axes)
+    # Ours refuse sizes on which circular windows overlap.
+    circle = operator.transposed or isinstance(layer, _OrthogonalConvolution)
+    repeats = 1 if circle else math.prod(_most_repeats(axis) for axis in operator.axes)
     return rescaled_up(bound * math.sqrt(repeats) * (1 + 4 * UNIT_ROUNDOFF), exponent)
 
 
@@ -222,15 +229,15 @@ def _smallest_input(layer: nn.Module) -> tuple[int, ...]:
         return (layer.in_features,)
     channels = getattr(layer, "in_channels", 1)
     kernel, stride, dilation = (getattr(layer, name, (1,)) for name in ("kernel_size", "stride", "dilation"))
-    padding = getattr(layer, "padding", 0)
+    padding: Any = getattr(layer, "padding", (0,))
     widest = 0 if isinstance(padding, str) else max(padding)
     return channels, *(s * (d * k + 1 + 2 * widest) for k, s, d in zip(kernel, stride, dilation, strict=True))
 
 
-def _most_repeats(axis: Axis, transposed: bool) -> int:
+def _most_repeats(axis: Axis) -> int:
     """How often padding can repeat a position, on a domain of any size that torch allows."""
     total = sum(axis.pad)
-    if axis.mode == "zeros" or axis.apart or transposed or not total:
+    if axis.mode == "zeros" or axis.apart or not total:
         return 1
     if axis.mode == "circular":
         return 1 if axis.stride == 1 and total < axis.extent else 3

@@ -1,14 +1,15 @@
 """Certified bounds on singular values: computed in float64, with every approximation on the safe side.
 
-What is proved. Each function's docstring names its theorem, and adds the rounding errors of its own arithmetic
-by the standard a priori bounds (Higham, *Accuracy and Stability of Numerical Algorithms*): products of length ``k``
-are off by at most ``γ_k = k u / (1 - k u)`` relative to the product of absolute values, with ``u = 2^-53``; a Cholesky
-factorisation of an ``n x n`` matrix ``A`` that runs to its end shows ``λ_min(A) > -γ_{n+1} / (1 - γ_{n+1}) tr A`` (Rump,
-*Verification of positive definiteness*, 2006). Constants are rounded up generously (complex arithmetic costs a factor below 4).
+What is proved. Each function's docstring names its theorem, and adds the rounding errors of its own arithmetic by the
+standard a priori bounds (Higham, *Accuracy and Stability of Numerical Algorithms*): products of length ``k`` are off
+by at most ``γ_k = k u / (1 - k u)`` relative to the product of absolute values, with ``u = 2^-53``; a Cholesky
+factorisation of an ``n x n`` matrix ``A`` that runs to its end shows ``λ_min(A) > -γ_{n+1} / (1 - γ_{n+1}) tr A``
+(Rump, *Verification of positive definiteness*, 2006). Constants are rounded up generously (complex arithmetic costs a
+factor below 4).
 
-What is assumed. The arithmetic is IEEE double precision, matrix products and factorisations are computed by sums of products
-in any order (not by Strassen-like or reduced precision schemes), and ``cos``, ``sin``, ``exp``, ``log`` are accurate to a few
-units in the last place.
+What is assumed. The arithmetic is IEEE double precision, matrix products and factorisations are computed by sums of
+products in any order (not by Strassen-like or reduced precision schemes), and ``cos``, ``sin``, ``exp``, ``log`` are
+accurate to a few units in the last place.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from trysquare.linalg.spectrum import UNIT_ROUNDOFF, FrequencyBlocks, Polyphase
 
 # By how much a verified bound is raised over the eigenvalue that it was guessed from.
 _MARGIN = 1e-7
-_POWER_STEPS = 12
+_POWER_STEPS = 8
+_LANCZOS_STEPS = 64
 # Squared norms next to which float64 underflows.
 _NEGLIGIBLE = 1e-200
 # Taps of a kernel that Gram iteration may grow to, times its channels squared.
@@ -36,7 +38,8 @@ _OVERSAMPLING = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3)
 def normalized(kernel: Tensor) -> tuple[Tensor, int]:
     """``kernel`` in float64 divided by a power of two, so that its largest entry is in ``[1/2, 1)``; the exponent.
 
-    Exact, except that entries below ``2^-1022`` of the largest are rounded: squares can then neither overflow nor vanish.
+    Exact, except that entries below ``2^-1022`` of the largest are rounded: squares can then neither overflow nor
+    vanish.
     """
     exact = kernel.detach().to("cpu", torch.float64)
     largest = float(exact.abs().max()) if exact.numel() else 0.0
@@ -46,7 +49,9 @@ def normalized(kernel: Tensor) -> tuple[Tensor, int]:
 
 
 def rescaled_up(value: float, exponent: int) -> float:
-    """``value * 2^exponent``, rounded up; infinity where that does not fit in float64."""
+    """``value * 2^exponent``, rounded up; infinity where that does not fit in float64 or is not a number."""
+    if math.isnan(value):
+        return math.inf
     try:
         scaled = math.ldexp(value, exponent)
     except OverflowError:
@@ -59,10 +64,10 @@ def singular_value_range(
 ) -> tuple[float, float]:
     """Certified interval that holds the ``min(n, m)`` singular values of each of many matrices.
 
-    ``μ`` is at least every eigenvalue of a Gram matrix ``G`` if and only if ``μ I - G`` has a Cholesky factorisation. So
-    guess ``μ`` from the largest eigenvalue of the matrix that looks worst, factorise for all, and repeat for those that
-    fail: the result is right however bad the guesses are, and within ``1e-6`` of the best possible. The same for ``μ I - G`` gives
-    the lower end.
+    ``μ`` is at least every eigenvalue of a Gram matrix ``G`` if and only if ``μ I - G`` has a Cholesky factorisation.
+    So guess ``μ`` from the largest eigenvalue of the matrix that looks worst, factorise for all, and repeat for those
+    that fail: the result is right however bad the guesses are, and within ``1e-6`` of the best possible. The same for
+    ``μ I - G`` gives the lower end.
 
     Args:
         blocks: batches ``(..., n, m)``, real or complex double precision, entries of ordinary size.
@@ -113,14 +118,34 @@ def _shifted(gram: Tensor, upper: float) -> Tensor:
 
 
 def _raised(gram: Tensor, upper: float, scale: float) -> float:
-    """``upper``, or the least larger number that a factorisation shows to be above all eigenvalues of ``gram``."""
+    """``upper``, or a guess of the top eigenvalue that factorisations show to be above those of all of ``gram``."""
     left = gram if upper <= 0 else gram[_not_below(gram, upper)]
+    margin = _MARGIN
     while len(left):
-        worst = left[int(_rayleigh(left).argmax())]
-        top = float(torch.linalg.eigvalsh(worst)[-1])
-        upper = max(upper, top) + _MARGIN * max(scale, top)
+        top = _top_eigenvalue(left[int(_rayleigh(left).argmax())])
+        # A guess that is below what is known already was not good enough, so widen the margin: this ends.
+        margin = margin if top > upper else 8 * margin
+        upper = max(upper, top) + margin * max(scale, top)
         left = left[_not_below(left, upper)]
     return upper
+
+
+def _top_eigenvalue(matrix: Tensor) -> float:
+    """Largest eigenvalue of a Hermitian matrix; a close guess by Lanczos where that is too costly."""
+    size = len(matrix)
+    if size <= _LANCZOS_STEPS:
+        return float(torch.linalg.eigvalsh(matrix)[-1])
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(size, dtype=torch.float64, generator=generator).to(matrix.dtype)
+    basis = (start / start.norm()).unsqueeze(0)
+    while len(basis) < _LANCZOS_STEPS:
+        image = vector = matrix @ basis[-1]
+        for _ in range(2):
+            vector = vector - (basis.conj() @ vector) @ basis
+        if float(vector.norm()) <= 1e-10 * float(image.norm()):
+            break  # an invariant subspace: almost surely it holds the top eigenvector, and a factorisation decides
+        basis = torch.cat([basis, (vector / vector.norm()).unsqueeze(0)])
+    return float(torch.linalg.eigvalsh(basis.conj() @ matrix @ basis.mT)[-1])
 
 
 def _not_below(gram: Tensor, upper: float) -> Tensor:
@@ -131,7 +156,7 @@ def _not_below(gram: Tensor, upper: float) -> Tensor:
 def _rayleigh(gram: Tensor) -> Tensor:
     """A rough largest eigenvalue of each matrix, by power iteration; only decides which matrix to look at."""
     generator = torch.Generator().manual_seed(0)
-    vectors = torch.randn(gram.shape[-1], 2, dtype=torch.float64, generator=generator).to(gram.dtype)
+    vectors = torch.randn(gram.shape[-1], 1, dtype=torch.float64, generator=generator).to(gram.dtype)
     vectors = vectors.expand(len(gram), -1, -1)
     for _ in range(_POWER_STEPS):
         vectors = gram @ vectors
@@ -158,12 +183,13 @@ def circular_range(convolution: Polyphase, sizes: tuple[int, ...], *, lowest: bo
 def any_size_bound(convolution: Polyphase, budget: float) -> float:
     """Certified bound on the norm of a convolution on every circular domain, and with zero padding on every domain.
 
-    All of them are at most the supremum over all frequencies ``θ`` of the norm of the block ``K(θ)``. For a unit vector
-    ``v``, ``p(θ) = |K(θ) v|²`` is a trigonometric polynomial of degree at most ``D`` on each axis, and for any constant ``c``
-    ``|p - c|`` exceeds its maximum on a grid of ``M > 2 D`` equidistant points by at most the factor ``1 / cos(π D / M)`` (M.
-    Riesz: next to its maximum ``θ*`` a polynomial stays above ``cos(D (θ - θ*))`` times it), axis by axis. With ``[a, b]`` a
-    certified interval for the squared singular values on the grid and ``c`` its middle, the supremum is at most ``c + (b - a) / 2 / Π cos(π D / M)``:
-    tight at once if the convolution is orthogonal.
+    All of them are at most the supremum over all frequencies ``θ`` of the norm of the block ``K(θ)``. For a unit
+    vector ``v``, ``p(θ) = |K(θ) v|²`` is a trigonometric polynomial of degree at most ``D`` on each axis, and for any
+    constant ``c`` ``|p - c|`` exceeds its maximum on a grid of ``M > 2 D`` equidistant points by at most the factor
+    ``1 / cos(π D / M)`` (M. Riesz: next to its maximum ``θ*`` a polynomial stays above ``cos(D (θ - θ*))`` times it),
+    axis by axis. With ``[a, b]`` a certified interval for the squared singular values on the grid and ``c`` its
+    middle, the supremum is at most ``c + (b - a) / 2 / Π cos(π D / M)``: tight at once if the convolution is
+    orthogonal.
 
     Args:
         convolution: the convolution, with entries of ordinary size.
@@ -184,9 +210,10 @@ def any_size_bound(convolution: Polyphase, budget: float) -> float:
 def gram_bound(matrices: Tensor, steps: int = 6) -> Tensor:
     """Certified bound on the largest singular value of each matrix, by Gram iteration (Delattre et al., 2023).
 
-    ``|A|^(2^t) = |A_t|`` for ``A_0 = A``, ``A_{t+1} = A_tᴴ A_t``, and a spectral norm is at most the Frobenius norm, so ``|A| <=
-    |A_t|_F^(2^-t)``, at most ``rank^(2^-(t+1))`` times too large. Iterates are rescaled to Frobenius norm 1, with the logarithm
-    of the scale kept. A step's rounding is at most ``γ |A_t|_F²``, where ``|A_t|² >= |A_t|_F² / rank``.
+    ``|A|^(2^t) = |A_t|`` for ``A_0 = A``, ``A_{t+1} = A_tᴴ A_t``, and a spectral norm is at most the Frobenius norm,
+    so ``|A| <= |A_t|_F^(2^-t)``, at most ``rank^(2^-(t+1))`` times too large. Iterates are rescaled to Frobenius norm
+    1, with the logarithm of the scale kept. A step's rounding is at most ``γ |A_t|_F²``, where ``|A_t|² >= |A_t|_F² /
+    rank``.
 
     Args:
         matrices: ``(..., n, m)``, real or complex.
@@ -211,23 +238,26 @@ def gram_bound(matrices: Tensor, steps: int = 6) -> Tensor:
         scale = 2 * (scale + norm.squeeze(-1).squeeze(-1).log())
         iterate = iterate.mH @ iterate
     logarithm = (scale + torch.linalg.matrix_norm(iterate).log()) * 2.0**-steps
-    relative = UNIT_ROUNDOFF * (8 * (large + 8) * (small + 2) + 4 * (steps + 2) * (800 + logarithm.abs()))
+    relative = UNIT_ROUNDOFF * (
+        8 * (large + 8) * (small + 2) + 4 * (steps + 2) * (800 + logarithm.abs().clamp_max(800))
+    )
     bound = logarithm.exp() * (1 + relative)
     return torch.nextafter(bound, torch.where(bound > 0, torch.inf, 0.0))
 
 
 def circular_gram_bound(convolution: Polyphase, sizes: tuple[int, ...], steps: int = 6) -> float:
-    """Gram iteration on every frequency block of a circular convolution (Delattre et al., 2023); entries as in ``circular_range``."""
+    """Gram iteration on every frequency block of a circular convolution (Delattre et al., 2023)."""
     blocks = FrequencyBlocks(convolution, sizes)
     return max(float(gram_bound(block, steps).max()) for block, _ in blocks.chunks("Gram iteration")) + blocks.rounding
 
 
 def kernel_gram_bound(convolution: Polyphase, steps: int = 4) -> float:
-    """Gram iteration on the kernel itself (Delattre et al., 2024): holds for zero padding and circular padding of every size.
+    """Gram iteration on the kernel itself (Delattre et al., 2024): for zero and circular padding of every size.
 
-    With ``K_0 = K`` and ``K_{t+1} = K_tᵀ ∘ K_t`` (block convolution), the supremum over all frequencies of ``|K(θ)|`` to the power ``2^t`` is
-    that of ``|K_t(θ)|``, at most the sum over the taps of ``|K_t[tap]|_F``. Kernels double in extent at each step. A step's
-    rounding is at most ``γ`` times the squared sum of the norms of the taps, and ``|K_t|_F² / rank`` is at most the squared supremum (Parseval).
+    With ``K_0 = K`` and ``K_{t+1} = K_tᵀ ∘ K_t`` (block convolution), the supremum over all frequencies of ``|K(θ)|``
+    to the power ``2^t`` is that of ``|K_t(θ)|``, at most the sum over the taps of ``|K_t[tap]|_F``. Kernels double in
+    extent at each step. A step's rounding is at most ``γ`` times the squared sum of the norms of the taps, and
+    ``|K_t|_F² / rank`` is at most the squared supremum (Parseval).
 
     Args:
         convolution: the convolution, with entries of ordinary size.

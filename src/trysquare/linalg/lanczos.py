@@ -17,9 +17,9 @@ _LOOK_EVERY = 5
 class ExtremeSingularValues(NamedTuple):
     """Smallest and largest singular value, and how far each can be from a true one.
 
-    ``largest`` is never above the truth, ``smallest`` never below it, up to rounding (they are those of the operator restricted
-    to a subspace). Within the tolerance of each there is a singular value of the operator; that it is the extreme one is
-    certain only if the tolerance is 0 or the start, which is random, was not orthogonal to it.
+    ``largest`` is never above the truth, ``smallest`` never below it, up to rounding (they are those of the operator
+    restricted to a subspace). Within the tolerance of each there is a singular value of the operator; that it is the
+    extreme one is certain only if the tolerance is 0 or the start, which is random, was not orthogonal to it.
     """
 
     smallest: float
@@ -40,53 +40,59 @@ def golub_kahan(apply: Apply, transpose: Apply, size: int, steps: int, tolerance
     """
     steps = min(steps, size)
     generator = torch.Generator().manual_seed(0)
-    right = [_unit(torch.randn(size, dtype=torch.float64, generator=generator))]
-    left: list[Tensor] = []
+    right, left = _Basis(size, steps + 1), None
+    right.append(torch.randn(size, dtype=torch.float64, generator=generator))
     diagonal: list[float] = []
     above: list[float] = []
     for step in track(range(steps), "Lanczos", steps):
-        image = apply(right[-1])
-        diagonal.append(_append(left, image))
-        back = transpose(left[-1])
-        above.append(_append(right, back))
+        image = apply(right.last)
+        left = left or _Basis(len(image), steps)
+        diagonal.append(left.append(image))
         complete = step + 1 == size
+        above.append(0.0 if complete else right.append(transpose(left.last)))
         if complete or step + 1 == steps or step % _LOOK_EVERY == _LOOK_EVERY - 1:
-            found = _ritz(diagonal, above, complete)
+            found = _ritz(diagonal, above)
             if max(found.smallest_tolerance, found.largest_tolerance) <= tolerance * found.largest:
                 break
     return found
 
 
-def _unit(vector: Tensor) -> Tensor:
-    return vector / vector.norm()
+class _Basis:
+    """Orthonormal vectors, one row each, in memory that is taken once."""
 
+    def __init__(self, size: int, capacity: int) -> None:
+        self.rows = torch.empty(capacity, size, dtype=torch.float64)
+        self.count = 0
 
-def _append(basis: list[Tensor], vector: Tensor) -> float:
-    """Append the part of ``vector`` orthogonal to ``basis``, normalised; its length (0 if rounding is all that is left)."""
-    before = float(vector.norm())
-    if basis:
-        known = torch.stack(basis)
+    @property
+    def last(self) -> Tensor:
+        return self.rows[self.count - 1]
+
+    def append(self, vector: Tensor) -> float:
+        """Append the part of ``vector`` orthogonal to all rows, normalised; its length, 0 if it is only rounding."""
+        before = float(vector.norm())
+        vector = self._rest(vector)
+        length = float(vector.norm())
+        if length <= 1e-14 * before or length == 0:
+            # The rows span an invariant subspace: go on with any direction outside of it.
+            generator = torch.Generator().manual_seed(self.count)
+            vector, length = self._rest(torch.randn(vector.shape, dtype=torch.float64, generator=generator)), 0.0
+        self.rows[self.count] = vector / vector.norm()
+        self.count += 1
+        return length
+
+    def _rest(self, vector: Tensor) -> Tensor:
+        known = self.rows[: self.count]
         for _ in range(2):
             vector = vector - (known @ vector) @ known
-    length = float(vector.norm())
-    if length <= 1e-14 * max(before, 1e-300):
-        # An invariant subspace: go on with any direction that is orthogonal to it.
-        generator = torch.Generator().manual_seed(len(basis))
-        vector = torch.randn(vector.shape, dtype=torch.float64, generator=generator)
-        if basis:
-            for _ in range(2):
-                vector = vector - (known @ vector) @ known
-        basis.append(_unit(vector))
-        return 0.0
-    basis.append(vector / length)
-    return length
+        return vector
 
 
-def _ritz(diagonal: list[float], above: list[float], complete: bool) -> ExtremeSingularValues:
-    """Singular values of the bidiagonal matrix, with their residuals ``above[-1] * |last entry of the left vector|``."""
+def _ritz(diagonal: list[float], above: list[float]) -> ExtremeSingularValues:
+    """Singular values of the bidiagonal matrix, with their residuals ``above[-1] |last entry of the left vector|``."""
     matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
     if len(diagonal) > 1:
         matrix += torch.diag(torch.tensor(above[:-1], dtype=torch.float64), 1)
     left, values, _ = torch.linalg.svd(matrix)
-    residuals = left[-1].abs() * (0.0 if complete else above[-1])
+    residuals = left[-1].abs() * above[-1]
     return ExtremeSingularValues(float(values[-1]), float(values[0]), float(residuals[-1]), float(residuals[0]))

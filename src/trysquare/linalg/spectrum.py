@@ -132,8 +132,9 @@ class FrequencyBlocks:
     def rounding(self) -> float:
         """Bound on the Frobenius norm of the error of any block.
 
-        An entry is ``Σ_t K_t e^{i φ_t}``. Angles are reduced in integers, so each of cosine and sine is off by less than
-        ``16 (dims + 1)`` roundoffs, and a sum of ``taps`` products by ``taps + 1`` more, relative to ``Σ_t |K_t|``.
+        An entry is ``Σ_t K_t e^{i φ_t}``. Angles are reduced in integers, so each of cosine and sine is off by less
+        than ``16 (dims + 1)`` roundoffs, and a sum of ``taps`` products by ``taps + 1`` more, relative to ``Σ_t
+        |K_t|``.
         """
         taps, dims = self.convolution.positions.shape
         total = float(self.convolution.coefficients.flatten(2).norm(dim=-1).sum(0).max())

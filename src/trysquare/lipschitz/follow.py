@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.utils import spectral_norm, weight_norm
 
 from trysquare.lipschitz.functions import FUNCTIONS, Call, flatten_bounds
 from trysquare.lipschitz.registry import NoRuleError, Shape, find_rule, no_rule, way_out
 from trysquare.progress import track
 
-# Samples of the batch that is sent through to learn the shapes: a number that seldom is the size of another axis, so that
-# functions which move or mix the batch axis are seen.
+# Samples of the batch that is sent through to learn the shapes: a number that seldom is the size of another axis, so
+# that functions which move or mix the batch axis are seen.
 _BATCH = 5
+# Torch's hooks that set the weight before each pass: the rule is asked after it.
 _HARMLESS_HOOKS = ("SpectralNorm", "WeightNorm")
-_HOOKS_MODULES = (spectral_norm.__module__, weight_norm.__module__)
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,8 @@ class Step:
         kind: class or function.
         input_shape: shape of its first input, without the batch.
         output_shape: shape of its output, without the batch.
-        constant: its own Lipschitz bound; for sums and concatenations the bound of the result over the largest of the inputs'.
+        constant: its own Lipschitz bound; for sums and concatenations the bound of the result over the largest of the
+            inputs'.
         bound: bound of everything up to and including it.
     """
 
@@ -95,21 +95,23 @@ def _is_torch_leaf(model: nn.Module) -> bool:
 
 def _zeros(model: nn.Module, shape: Shape) -> Tensor:
     floating = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
-    like = {"dtype": floating[0].dtype, "device": floating[0].device} if floating else {}
-    return torch.zeros(_BATCH, *shape, **like)
+    like = floating[0] if floating else torch.empty(0)
+    return like.new_zeros(_BATCH, *shape)
 
 
 def _traced(model: nn.Module) -> fx.GraphModule:
-    tracer = _Tracer()
+    tracer, chance = _Tracer(), torch.get_rng_state()
     try:
         graph = tracer.trace(model)
     except Exception as error:
         where = tracer.path[-1] if tracer.path else ""
         module = model.get_submodule(where)
         raise NoRuleError(
-            f"the forward pass of {type(module).__name__} at {where or 'the top'!r} cannot be followed by torch.fx ({error}). "
-            f"{way_out(type(module).__name__)}"
+            f"the forward pass of {type(module).__name__} at {where or 'the top'!r} cannot be followed by torch.fx "
+            f"({error}). {way_out(type(module).__name__)}"
         ) from error
+    if not torch.equal(chance, torch.get_rng_state()):
+        raise NoRuleError("the forward pass draws random numbers: the network is not a fixed function")
     return fx.GraphModule(tracer.root, graph)
 
 
@@ -125,16 +127,16 @@ class _Follower(fx.Interpreter):
         total = len(graph.graph.nodes)
         self._ticks = iter(track(range(total), "following the network", total))
 
-    def run(self, *args: Any) -> Any:
+    def run(self, *args: Any, **options: Any) -> Any:
         try:
-            return super().run(*args, enable_io_processing=False)
+            return super().run(*args, **options)
         finally:
             self._ticks.close()  # type: ignore[attr-defined]
 
     def run_node(self, n: fx.Node) -> Any:
         next(self._ticks, None)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        inputs = [value for value in _tensors((args, kwargs))]
+        inputs = _tensors((args, kwargs))
         versions = [value._version for value in inputs]
         value = self._run(n, args, kwargs)
         bound = self._bound(n, args, kwargs, value)
@@ -204,7 +206,8 @@ class _Follower(fx.Interpreter):
         constants = [constants] * len(each) if isinstance(constants, float | int) else list(constants)
         if not all(constant >= 0 for constant in constants):
             raise ValueError(
-                f"the rule for {type(module).__name__} at {n.target!r} gave {constants}: not a Lipschitz constant"
+                f"the rule for {type(module).__name__} at {n.target!r} gave {constants}, "
+                "which is not a Lipschitz constant"
             )
         return sum(float(constant) * bound for constant, bound in zip(constants, each, strict=True))
 
@@ -213,7 +216,8 @@ class _Follower(fx.Interpreter):
         unknown = [h for h in module._forward_pre_hooks.values() if type(h).__name__ not in _HARMLESS_HOOKS]
         if unknown or module._forward_hooks:
             raise NoRuleError(
-                f"{type(module).__name__} at {name!r} has forward hooks, which can change what it computes; remove them first"
+                f"{type(module).__name__} at {name!r} has forward hooks, which can change what it computes; "
+                "remove them first"
             )
 
     def _function_bound(self, n: fx.Node, call: Call) -> float:
@@ -239,7 +243,7 @@ class _Follower(fx.Interpreter):
             for tensor in _tensors(value):
                 if tensor.ndim == 0 or tensor.shape[0] != _BATCH:
                     raise NoRuleError(
-                        f"{_name(n)} moves or mixes the samples of a batch: its output is {tuple(tensor.shape)}"
+                        f"{_name(n)} moves or mixes the samples of a batch: it returns {tuple(tensor.shape)}"
                     )
 
     def _write_through(self, tensor: Tensor, bound: Any) -> None:

@@ -1,7 +1,7 @@
 """Lipschitz constants of functions and tensor methods that a ``forward`` calls.
 
-A rule gets the call with the bound of each argument (how fast it can change with the network's input; 0 for constants),
-and returns the bound of the result.
+A rule gets the call with the bound of each argument (how fast it can change with the network's input; 0 for
+constants), and returns the bound of the result.
 """
 
 from __future__ import annotations
@@ -121,13 +121,15 @@ def attribute(call: Call) -> float:
 
 
 @_on(
-    "contiguous", "clone", "detach", "to", "float", "double", "half", "bfloat16", "type_as", "abs", "neg", "relu", "relu_", "tanh",
+    "contiguous", "clone", "detach", "to", "float", "double", "half", "bfloat16", "type_as", "abs", "neg", "relu",
+    "relu_", "tanh",
     "clamp", "clamp_min", "clamp_max", "sin", "cos", "flatten", "view", "reshape", "view_as", "reshape_as", "unflatten",
-    torch.abs, torch.neg, operator.neg, torch.relu, torch.tanh, torch.clamp, torch.sin, torch.cos, torch.flatten, torch.reshape,
+    torch.abs, torch.neg, operator.neg, torch.relu, torch.tanh, torch.clamp, torch.sin, torch.cos, torch.flatten,
+    torch.reshape,
     torch.clone, torch.unflatten, F.relu_, torch.relu_, torch.clamp_min, torch.clamp_max,
 )  # fmt: skip
 def unchanged(call: Call) -> float:
-    """1-Lipschitz in each number, or a rearrangement (which the follower checks to keep the samples of a batch apart)."""
+    """1-Lipschitz in each number, or a rearrangement (the follower checks that it keeps samples apart)."""
     return call.first
 
 
@@ -201,7 +203,8 @@ def getitem(call: Call) -> float:
 
 
 @_on(
-    operator.add, operator.sub, operator.iadd, operator.isub, torch.add, torch.sub, torch.subtract, "add", "add_", "sub", "sub_",
+    operator.add, operator.sub, operator.iadd, operator.isub, torch.add, torch.sub, torch.subtract, "add", "add_",
+    "sub", "sub_",
 )  # fmt: skip
 def add(call: Call) -> float:
     """Sum or difference: bounds add, each times the norm of its broadcast."""
@@ -352,7 +355,8 @@ def pad(call: Call) -> float:
 
 
 _MODULES: dict[Any, Callable[..., nn.Module]] = {
-    F.relu: nn.ReLU, F.relu6: nn.ReLU6, F.leaky_relu: nn.LeakyReLU, F.elu: nn.ELU, F.selu: nn.SELU, F.celu: nn.CELU, F.gelu: nn.GELU,
+    F.relu: nn.ReLU, F.relu6: nn.ReLU6, F.leaky_relu: nn.LeakyReLU, F.elu: nn.ELU, F.selu: nn.SELU, F.celu: nn.CELU,
+    F.gelu: nn.GELU,
     F.silu: nn.SiLU, F.mish: nn.Mish, F.softplus: nn.Softplus, F.softsign: nn.Softsign, F.hardtanh: nn.Hardtanh,
     F.hardswish: nn.Hardswish, F.hardsigmoid: nn.Hardsigmoid, F.logsigmoid: nn.LogSigmoid, F.tanhshrink: nn.Tanhshrink,
     F.softshrink: nn.Softshrink, F.tanh: nn.Tanh, F.sigmoid: nn.Sigmoid, torch.selu: nn.SELU,

@@ -21,10 +21,11 @@ def lipschitz_lower_bound(
 ) -> float:
     """Largest Jacobian norm seen: a lower bound on the l2 Lipschitz constant of a network.
 
-    At each input, power iteration on ``Jᵀ J`` by Jacobian-vector and vector-Jacobian products finds the direction that is amplified most.
-    The inputs then climb: along the gradient of that amplification, or, where the network is piecewise linear and there is
-    none, along the direction itself. The value returned is ``|J v| / |v|`` for the best input and direction, computed in
-    float64 with the weights of the model as they are: right whatever the search did, to about 1e-12.
+    At each input, power iteration on ``Jᵀ J`` by Jacobian-vector and vector-Jacobian products finds the direction that
+    is amplified most. The inputs then climb: along the gradient of that amplification, or, where the network is
+    piecewise linear and there is none, along the direction itself. The value returned is ``|J v| / |v|`` for the best
+    input and direction, computed in float64 with the weights of the model as they are: right whatever the search did,
+    to about 1e-12.
 
     Args:
         model: maps each sample of a batch on its own; set to eval mode in a copy, so it is not touched.
@@ -77,8 +78,9 @@ def _amplification(model: nn.Module, x: Tensor, direction: Tensor) -> float:
 class _Jacobian:
     """The Jacobian of a network at a batch of inputs, never written down.
 
-    ``w ↦ Jᵀ w`` is linear, so its derivative in the direction of ``v`` is ``J v``: two backward passes over one recorded forward
-    pass, which is several times as fast as forward-mode differentiation and needs no support from the operations.
+    ``w ↦ Jᵀ w`` is linear, so its derivative in the direction of ``v`` is ``J v``: two backward passes over one
+    recorded forward pass, which is several times as fast as forward-mode differentiation and needs no support from the
+    operations.
     """
 
     def __init__(self, model: nn.Module, x: Tensor) -> None:

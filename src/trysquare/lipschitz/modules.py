@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ _ROUND_UP = 1 + 2.0**-48
 # Largest derivatives, rounded up; those of GELU hold for both of its forms.
 _SLOPES: dict[type[nn.Module], float] = {
     nn.ReLU: 1.0, nn.ReLU6: 1.0, nn.Hardtanh: 1.0, nn.Tanh: 1.0, nn.Sigmoid: 0.25, nn.LogSigmoid: 1.0, nn.Softplus: 1.0,
-    nn.Softsign: 1.0, nn.Tanhshrink: 1.0, nn.Softshrink: 1.0, nn.CELU: 1.0, nn.SELU: 1.7581, nn.GELU: 1.1291, nn.SiLU: 1.0999,
-    nn.Mish: 1.0885, nn.Hardswish: 1.5, nn.Hardsigmoid: 1 / 6 * _ROUND_UP,
+    nn.Softsign: 1.0, nn.Tanhshrink: 1.0, nn.Softshrink: 1.0, nn.CELU: 1.0, nn.SELU: 1.7581, nn.GELU: 1.1291,
+    nn.SiLU: 1.0999,
+    nn.Mish: 1.0885, nn.Hardswish: 1.5, nn.Hardsigmoid: 0.16666668,  # torch has 1/6 in float32
 }  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def linear_layer(layer: nn.Module, shape: Shape) -> float:
 
 @rule(nn.Embedding, nn.EmbeddingBag)
 def embedding(layer: nn.Embedding, shape: Shape) -> float:
-    """The spectral norm of the table: the constant with respect to one-hot (or probability) vectors over the vocabulary."""
+    """The spectral norm of the table: the constant with respect to one-hot vectors over the vocabulary."""
     if layer.max_norm is not None or isinstance(layer, nn.EmbeddingBag):
         raise NoRuleError("only a plain embedding table has a rule: not max_norm, not bags of words")
     return matrix_norm(checked_weight(layer.weight, type(layer).__name__))
@@ -186,7 +188,7 @@ def adaptive_max_pool(layer: Any, shape: Shape) -> float:
     if layer.return_indices:
         raise NoRuleError("return_indices=True returns integers, which are not Lipschitz")
     most = (
-        int((axis_matrix(lambda x, n=out: F.adaptive_avg_pool1d(x, n), size) > 0).sum(0).max())
+        int((axis_matrix(partial(F.adaptive_avg_pool1d, output_size=out), size) > 0).sum(0).max())
         for out, size in _adaptive_axes(layer, shape)
     )
     return math.sqrt(math.prod(most)) * _ROUND_UP
@@ -198,8 +200,9 @@ def avg_pool(layer: Any, shape: Shape) -> float:
     dims = int(type(layer).__name__[-2])
     override = getattr(layer, "divisor_override", None)
     numbers = list(zip(*(_each(n, dims) for n in (layer.kernel_size, layer.stride, layer.padding)), strict=True))
+    average = partial(F.avg_pool1d, ceil_mode=layer.ceil_mode, count_include_pad=layer.count_include_pad)
     norms = (
-        axis_norm(lambda x, k=k, s=s, p=p: F.avg_pool1d(x, k, s, p, layer.ceil_mode, layer.count_include_pad), size)
+        axis_norm(partial(average, kernel_size=k, stride=s, padding=p), size)
         for (k, s, p), size in zip(numbers, _sizes(shape, dims), strict=True)
     )
     if override is None:
@@ -213,7 +216,7 @@ def avg_pool(layer: Any, shape: Shape) -> float:
 def adaptive_avg_pool(layer: Any, shape: Shape) -> float:
     """Averages along one axis at a time."""
     axes = _adaptive_axes(layer, shape)
-    return math.prod(axis_norm(lambda x, n=out: F.adaptive_avg_pool1d(x, n), size) for out, size in axes)
+    return math.prod(axis_norm(partial(F.adaptive_avg_pool1d, output_size=out), size) for out, size in axes)
 
 
 def _adaptive_axes(layer: Any, shape: Shape) -> list[tuple[int, int]]:

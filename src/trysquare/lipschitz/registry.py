@@ -13,11 +13,12 @@ R = TypeVar("R", bound=Rule)
 
 _RULES: dict[type[nn.Module], Rule] = {}
 
+_DIVIDES = "it divides by the deviation or norm of its input: its only Lipschitz constant is near 1 / sqrt(eps)"
 _WHY_NOT: dict[type[nn.Module], str] = {
-    nn.LayerNorm: "it divides by the deviation of its input, so it is Lipschitz only with a constant near 1 / sqrt(eps)",
-    nn.GroupNorm: "it divides by the deviation of its input, so it is Lipschitz only with a constant near 1 / sqrt(eps)",
-    nn.RMSNorm: "it divides by the norm of its input, so it is Lipschitz only with a constant near 1 / sqrt(eps)",
-    nn.MultiheadAttention: "softmax attention multiplies its inputs with each other: it is not Lipschitz on unbounded inputs",
+    nn.LayerNorm: _DIVIDES,
+    nn.GroupNorm: _DIVIDES,
+    nn.RMSNorm: _DIVIDES,
+    nn.MultiheadAttention: "softmax attention multiplies its inputs with each other, which is not Lipschitz",
     nn.Threshold: "it jumps",
     nn.Hardshrink: "it jumps",
     nn.GLU: "it multiplies its inputs with each other",
@@ -33,9 +34,9 @@ def rule(*classes: type[nn.Module]) -> Callable[[R], R]:
     """Register the Lipschitz constant of modules: a decorator.
 
     The function gets the module and the shape of its input, without the batch (as many shapes as the module has tensor
-    inputs), and returns a certified upper bound on the l2 Lipschitz constant: a float, or one for each input (the changes of
-    the inputs then add up). It holds for subclasses too, unless they override ``forward``. A later rule replaces an earlier
-    one.
+    inputs), and returns a certified upper bound on the l2 Lipschitz constant: a float, or one for each input (the
+    changes of the inputs then add up). It holds for subclasses too, unless they override ``forward``. A later rule
+    replaces an earlier one.
 
     >>> class Erf(nn.Module):
     ...     def forward(self, x):
@@ -80,4 +81,4 @@ def no_rule(module: nn.Module, name: str) -> NoRuleError:
 
 def way_out(cls: str) -> str:
     """How to register a rule."""
-    return f"If you can prove a bound, register it: @trysquare.lipschitz.rule({cls}) on a function (layer, input_shape) -> float"
+    return f"If you can prove a bound, register it: @trysquare.lipschitz.rule({cls}) on a function of layer and input_shape"

@@ -1,0 +1,96 @@
+"""Norms of convolutions: time and value of several ways, next to the true value.
+
+    python benchmarks/spectrum.py
+
+Columns: seconds (median of 3), the value, and by how much it is above (+) or below (-) the true norm. A value below the
+truth makes a certificate wrong. ``orthogonium``'s ``get_conv_sv`` is shown where it is installed and supports the layer;
+torch's ``spectral_norm`` estimates the norm of the reshaped weight, which is not that of the convolution.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import trysquare as ts
+from measure import interleaved
+from trysquare.linalg.bounds import circular_gram_bound, kernel_gram_bound
+from trysquare.linalg.spectrum import polyphase
+
+try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from orthogonium.layers.conv.singular_values import get_conv_sv
+except ImportError:
+    get_conv_sv = None
+
+Layer = tuple[str, nn.Conv2d, int]
+
+
+def layers() -> list[Layer]:
+    """Plain, orthogonal, strided, grouped, circular, zero-padded and over-padded ones."""
+    torch.manual_seed(0)
+    circular = {"padding": 1, "padding_mode": "circular"}
+    return [
+        ("16, k3, circular", nn.Conv2d(16, 16, 3, **circular), 16),
+        ("64, k3, circular", nn.Conv2d(64, 64, 3, **circular), 32),
+        ("64 -> 128, s2, circular", nn.Conv2d(64, 128, 3, 2, **circular), 32),
+        ("32, 4 groups, circular", nn.Conv2d(32, 32, 3, groups=4, **circular), 16),
+        ("64, orthogonal", ts.to_torch(ts.OrthoConv2d(64, 64, 3)), 32),
+        ("16, k3, zeros", nn.Conv2d(16, 16, 3, padding=1), 16),
+        ("64, k3, zeros", nn.Conv2d(64, 64, 3, padding=1), 16),
+        ("16, circular padding 2", nn.Conv2d(16, 16, 3, padding=2, padding_mode="circular"), 16),
+    ]  # fmt: skip
+
+
+def ways(layer: nn.Conv2d, size: int) -> dict[str, Callable[[], float]]:
+    """Every way to a norm that applies to the layer."""
+    shape = (layer.in_channels, size, size)
+    convolution = polyphase(layer.weight.double(), layer.stride, layer.dilation, layer.groups)
+    coarse = tuple(size // s for s in layer.stride)
+    found: dict[str, Callable[[], float]] = {
+        "spectral_norm_bound": lambda: ts.spectral_norm_bound(layer, shape),
+        "... for every size": lambda: ts.spectral_norm_bound(layer),
+        "Gram, frequencies (6)": lambda: circular_gram_bound(convolution, coarse),
+        "Gram, kernel (3)": lambda: kernel_gram_bound(convolution, 3),
+        "torch spectral_norm": lambda: torch_estimate(layer),
+    }
+    if get_conv_sv is not None:
+        found["orthogonium get_conv_sv"] = lambda: float(get_conv_sv(layer, n_iter=6, imsize=size)[1])
+    return found
+
+
+def torch_estimate(layer: nn.Conv2d) -> float:
+    """The norm by which torch's ``spectral_norm`` divides the weight, after 20 power iterations."""
+    copy = nn.Conv2d(layer.in_channels, layer.out_channels, layer.kernel_size, groups=layer.groups, bias=False)
+    copy.weight.data.copy_(layer.weight)
+    normal = parametrizations.spectral_norm(copy, n_power_iterations=20)
+    with torch.no_grad():
+        return float(layer.weight.norm() / normal.weight.norm())
+
+
+def main() -> None:
+    """Print the table."""
+    print(f"{'layer':<26}{'way':<26}{'seconds':>9}{'value':>12}{'error':>11}")
+    for name, layer, size in layers():
+        true = ts.extreme_singular_values(layer, (layer.in_channels, size, size), tolerance=1e-8).largest
+        print(f"{name:<26}{'true norm':<26}{'':>9}{true:>12.6f}")
+        for way, call in ways(layer, size).items():
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    value, seconds = call(), interleaved({way: call}, 3)[way]
+            except Exception as error:
+                print(f"{'':<26}{way:<26}  {type(error).__name__}: {str(error)[:50]}")
+                continue
+            print(f"{'':<26}{way:<26}{seconds:>9.3f}{value:>12.6f}{value / true - 1:>+11.1e}", flush=True)
+
+
+if __name__ == "__main__":
+    if get_conv_sv is None:
+        print("orthogonium is not installed (pip install -c constraints.txt '.[bench]'): without it\n")
+    main()
