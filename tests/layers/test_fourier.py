@@ -1,6 +1,7 @@
 """Convolutions built in the Fourier domain, against the dense oracle."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -131,6 +132,13 @@ def test_habits(method):
     text = repr(layer)
     assert f"method={method}" in text
     assert "equivalent kernel as large as the image" in text
+
+
+def test_compiles_and_pickles(method):
+    layer, shape = make(method, "stride, few", torch.float32)
+    x = torch.randn(1, *shape)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
+    torch.testing.assert_close(pickle.loads(pickle.dumps(layer))(x), layer(x))
 
 
 def test_lot_leaves_orthogonal_kernels_as_they_are():
