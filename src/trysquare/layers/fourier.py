@@ -152,8 +152,8 @@ class _FourierConvolution(nn.Module):
             ValueError: always; ``at_size`` gives the plain layer for one size.
         """
         raise ValueError(
-            f"{self._get_name()} has a kernel as large as the image, so no plain layer is the same for every size: replace "
-            "it by layer.at_size(*sizes) first"
+            f"{self._get_name()} has a kernel as large as the image, so no plain layer is the same for every size; "
+            "replace it by layer.at_size(*sizes) first"
         )
 
 

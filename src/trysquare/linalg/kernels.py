@@ -166,7 +166,7 @@ def exponential_kernel(skew: Tensor, terms: int, *, dims: int) -> Tensor:
 
 
 def wrap_taps(kernel: Tensor, sizes: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
-    """Place the taps of ``(n, m, *k)`` on a periodic domain of ``sizes``, adding those that fall on the same position."""
+    """Place the taps of ``(n, m, *k)`` on a periodic domain of ``sizes``; those on the same position add up."""
     for axis, (size, d) in enumerate(zip(sizes, dilation, strict=True), start=2):
         position = torch.arange(kernel.shape[axis], device=kernel.device) * d % size
         shape = list(kernel.shape)
