@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trysquare.linalg.orthonormal import orthonormal_rows
-from trysquare.linalg.precision import full_precision, host_can_look, with_signature
+from trysquare.linalg.precision import full_precision, host_can_look, unwrapped, with_signature
 
 _BJORCK_STEPS = {torch.float32: 50, torch.float64: 80}
 # Weakest singular value, relative to the bound that the matrix is divided by, that the Newton
@@ -63,9 +63,7 @@ def _checked(basis: Tensor, name: str, domain: str) -> Tensor:
         gram = torch.matmul(basis, basis.mT)
         gram.diagonal(dim1=-2, dim2=-1).sub_(1)
         missed = torch.linalg.matrix_norm(gram) / basis.shape[-2] ** 0.5
-        while torch._C._functorch.is_functorch_wrapped_tensor(missed):  # under vmap the values are one level down
-            missed = torch._C._functorch.get_unwrapped(missed)
-        missed = missed.amax()
+        missed = unwrapped(missed).amax()
         fine = missed < 32 * torch.finfo(basis.dtype).eps
         if not host_can_look(missed):
             torch._assert_async(fine, f"{name} did not reach an orthonormal matrix: {domain}")

@@ -37,6 +37,14 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The values behind ``vmap`` and other transforms of ``torch.func``; ``tensor`` itself in a compiled graph."""
+    if not torch.compiler.is_compiling():
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def host_can_look(tensor: Tensor) -> bool:
     """Whether Python may branch on a value of ``tensor`` for free: eagerly, and on the CPU.
 
