@@ -340,6 +340,14 @@ def test_ensembles_with_vmap():
         torch.testing.assert_close(gradients[name][1], parameter.grad, atol=1e-4, rtol=1e-3)
 
 
+def test_compiles_with_dynamic_shapes():
+    layer = ts.OrthoConv2d(4, 8, 3, stride=2)
+    compiled = torch.compile(layer, dynamic=True, fullgraph=True, backend="aot_eager")
+    for size in (6, 8):
+        x = torch.randn(2, 4, size, size)
+        torch.testing.assert_close(compiled(x), layer(x), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ts.linalg.ORTHOGONALIZERS)
 def test_ensembles_with_every_orthogonalizer(name):
     matrices = torch.randn(3, 4, 6)

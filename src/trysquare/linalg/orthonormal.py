@@ -18,12 +18,6 @@ from torch.autograd.function import once_differentiable
 
 from trysquare.linalg.precision import full_precision, host_can_look, with_signature
 
-# Directions weaker than this, relative to their row, get a damped gradient: the exact one is not
-# finite at rank loss.
-_WEAKEST_GRADIENT = 1e-7
-_NUDGE = 1e-13
-
-
 def _lower(matrix: Tensor, factor: Tensor) -> Tensor:
     """``factor⁻¹ matrix``; asked for from the right because row-major rows then need no copy."""
     return torch.linalg.solve_triangular(factor.mT, matrix.mT, upper=True, left=False).mT
@@ -65,7 +59,8 @@ def _without_branches(rows: Tensor) -> tuple[Tensor, Tensor]:
     rows' own dtype resolves in float32; three passes lift it to 1.
     """
     unit, length = _unit_rows(rows)
-    basis = unit + _NUDGE * _dense_rows(unit)
+    # Literals, not names: under dynamic shapes torch.compile makes a symbol of a global number, and then cannot go on.
+    basis = unit + 1e-13 * _dense_rows(unit)
     count = rows.shape[-2]
     shift = 8 * count * torch.finfo(torch.float64).eps * torch.eye(count, dtype=unit.dtype, device=unit.device)
     total = torch.diag_embed(length)
@@ -85,9 +80,12 @@ def _dense_rows(like: Tensor) -> Tensor:
 
 
 def _damped(factor: Tensor, length: Tensor, dtype: torch.dtype) -> Tensor:
-    """The factor as the gradient may use it: no diagonal entry so small that the gradient would not be finite."""
+    """The factor as the gradient may use it: where rank is lost the exact one is not finite.
+
+    Directions weaker than ``1e-7`` of their row count as that strong, and none as weaker than the dtype can invert.
+    """
     diagonal = factor.diagonal(dim1=-2, dim2=-1)
-    weakest = (_WEAKEST_GRADIENT * length).clamp_min(torch.finfo(dtype).tiny ** 0.75)
+    weakest = (1e-7 * length).clamp_min(torch.finfo(dtype).tiny ** 0.75)
     lifted = torch.where(diagonal.abs() > weakest, diagonal, weakest)
     return (factor + torch.diag_embed(lifted - diagonal)).to(dtype)
 
