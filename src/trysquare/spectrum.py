@@ -197,7 +197,7 @@ def _fourier_range(operator: LinearOperator, kernel: Tensor, lowest: bool) -> tu
     convolution = polyphase(kernel, *numbers)
     if not coarse or convolution.gram_flops(coarse) <= _BUDGET:
         return circular_range(convolution, coarse, lowest=lowest)
-    return 0.0, any_size_bound(polyphase(kernel, *numbers, any_size=True), _BUDGET / 4)
+    return 0.0, any_size_bound(polyphase(kernel, *numbers, any_size=True), _BUDGET / 8)
 
 
 def _dense_range(operator: LinearOperator, kernel: Tensor, lowest: bool) -> tuple[float, float]:
@@ -215,7 +215,7 @@ def _bound_for_any_size(layer: nn.Module) -> float:
     kernel, exponent = normalized(operator.kernel)
     convolution = polyphase(kernel, operator.stride, operator.dilation, operator.groups, any_size=True)
     bound = (
-        any_size_bound(convolution, _BUDGET / 4) if operator.axes else circular_range(convolution, (), lowest=False)[1]
+        any_size_bound(convolution, _BUDGET / 8) if operator.axes else circular_range(convolution, (), lowest=False)[1]
     )
     # Ours refuse sizes on which circular windows overlap.
     circle = operator.transposed or isinstance(layer, _OrthogonalConvolution)

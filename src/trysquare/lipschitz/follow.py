@@ -224,7 +224,8 @@ class _Follower(fx.Interpreter):
         rule = FUNCTIONS.get(n.target)
         if rule is None:
             raise NoRuleError(
-                f"no Lipschitz rule for {_function_name(n)} in the forward pass of {_owner(n)}. {way_out(_owner_class(n))}"
+                f"no Lipschitz rule for {_function_name(n)} in the forward pass of {_owner(n)}. "
+                f"{way_out(_owner_class(n))}"
             )
         try:
             return float(rule(call))
