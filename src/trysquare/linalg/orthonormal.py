@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from trysquare.linalg.precision import full_precision, host_can_look, with_signature
 
+
 def _lower(matrix: Tensor, factor: Tensor) -> Tensor:
     """``factor⁻¹ matrix``; asked for from the right because row-major rows then need no copy."""
     return torch.linalg.solve_triangular(factor.mT, matrix.mT, upper=True, left=False).mT
