@@ -25,6 +25,9 @@ from trysquare.linalg.spectrum import UNIT_ROUNDOFF, FrequencyBlocks, Polyphase
 
 # By how much a verified bound is raised over the eigenvalue that it was guessed from.
 _MARGIN = 1e-7
+# The same from the second guess on for matrices this wide: their factorisations are what takes the time.
+_WIDE_MARGIN = 5e-4
+_WIDE = 128
 _POWER_STEPS = 8
 _LANCZOS_STEPS = 64
 # Squared norms next to which float64 underflows.
@@ -66,7 +69,8 @@ def singular_value_range(
 
     ``μ`` is at least every eigenvalue of a Gram matrix ``G`` if and only if ``μ I - G`` has a Cholesky factorisation.
     So guess ``μ`` from the largest eigenvalue of the matrix that looks worst, factorise for all, and repeat for those
-    that fail: the result is right however bad the guesses are, and within ``1e-6`` of the best possible. The same for
+    that fail: the result is right however bad the guesses are, and within ``1e-6`` of the best possible
+    (``3e-4`` for wide matrices whose norms differ). The same for
     ``μ I - G`` gives the lower end.
 
     Args:
@@ -126,6 +130,7 @@ def _raised(gram: Tensor, upper: float, scale: float) -> float:
         # A guess that is below what is known already was not good enough, so widen the margin: this ends.
         margin = margin if top > upper else 8 * margin
         upper = max(upper, top) + margin * max(scale, top)
+        margin = max(margin, _WIDE_MARGIN) if gram.shape[-1] >= _WIDE else margin
         left = left[_not_below(left, upper)]
     return upper
 
@@ -175,7 +180,7 @@ def circular_range(convolution: Polyphase, sizes: tuple[int, ...], *, lowest: bo
         sizes: sizes of the domain, on the grid of the outputs.
         lowest: whether the lower end is wanted; otherwise it is 0.
     """
-    blocks = FrequencyBlocks(convolution, sizes)
+    blocks = FrequencyBlocks(convolution, convolution.distinct(sizes))
     chunks = (block for block, _ in blocks.chunks("certified bound"))
     return singular_value_range(chunks, blocks.rounding, lowest=lowest)
 

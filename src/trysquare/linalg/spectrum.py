@@ -44,6 +44,10 @@ class Polyphase:
         spread = self.positions.amax(0) - self.positions.amin(0)
         return tuple(int(degree) for degree in spread)
 
+    def distinct(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """``sizes``, or 1 on axes on which there is one tap only, so that all frequencies have the same block."""
+        return tuple(size if degree else 1 for size, degree in zip(sizes, self.degrees, strict=True))
+
     @cached_property
     def block_shape(self) -> tuple[int, int, int]:
         """Groups, rows and columns of the blocks."""
@@ -53,7 +57,7 @@ class Polyphase:
     def gram_flops(self, sizes: tuple[int, ...]) -> float:
         """Real operations of the Gram matrices of all blocks on a circular domain."""
         groups, rows, columns = self.block_shape
-        return 4.0 * math.prod(sizes) * groups * rows * columns * min(rows, columns)
+        return 4.0 * math.prod(self.distinct(sizes)) * groups * rows * columns * min(rows, columns)
 
     @cached_property
     def kernel(self) -> Tensor:
@@ -179,9 +183,11 @@ def circular_singular_values(
         Float64 vector with as many entries as the smaller side of the layer's matrix.
     """
     coarse = tuple(size // s for size, s in zip(sizes, stride, strict=True))
-    blocks = FrequencyBlocks(polyphase(kernel, stride, dilation, groups), coarse)
+    convolution = polyphase(kernel, stride, dilation, groups)
+    distinct = convolution.distinct(coarse)
+    blocks, copies = FrequencyBlocks(convolution, distinct), math.prod(coarse) // math.prod(distinct)
     values = [
-        torch.linalg.svdvals(chunk).flatten(1).repeat_interleave(multiplicity, 0).flatten()
+        torch.linalg.svdvals(chunk).flatten(1).repeat_interleave(copies * multiplicity, 0).flatten()
         for chunk, multiplicity in blocks.chunks("singular values")
     ]
     return torch.cat(values).sort(descending=True).values
