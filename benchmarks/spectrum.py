@@ -3,7 +3,7 @@
     python benchmarks/spectrum.py
 
 Columns: seconds (median of 3), the value, and by how much it is above (+) or below (-) the true norm. A value below the
-truth makes a certificate wrong. ``orthogonium``'s ``get_conv_sv`` is shown where it is installed and supports the layer;
+truth makes a certificate wrong. ``orthogonium``'s ``get_conv_sv`` is shown where it is installed and has the layer;
 torch's ``spectral_norm`` estimates the norm of the reshaped weight, which is not that of the convolution.
 """
 

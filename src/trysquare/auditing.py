@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.lipschitz import Step, follow, lipschitz_lower_bound
+from trysquare.lipschitz.follow import input_like
 from trysquare.lipschitz.modules import batch_norm_scales
 from trysquare.operators import Axis, LinearOperator, read_layer, reads
 from trysquare.progress import track
@@ -164,9 +165,8 @@ def audit(
 
 
 def _noise(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
-    like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(1, *shape, generator=generator).to(like)
+    return torch.randn(1, *shape, generator=generator).to(input_like(model))
 
 
 def _row(step: Step, spectra: bool) -> LayerAudit:
