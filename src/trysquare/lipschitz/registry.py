@@ -100,6 +100,5 @@ def no_rule(module: nn.Module, name: str) -> NoRuleError:
 
 def way_out(cls: str) -> str:
     """How to register a rule."""
-    return (
-        f"If you can prove a bound, register it: @trysquare.lipschitz.rule({cls}) on a function of layer and input_shape"
-    )
+    how = f"@trysquare.lipschitz.rule({cls}) on a function of layer and input_shape"
+    return f"If you can prove a bound, register it: {how}"
