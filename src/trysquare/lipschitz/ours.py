@@ -46,6 +46,8 @@ from trysquare.operators import LinearOperator, checked_weight, convolution_axes
 from trysquare.spectrum import _BUDGET, norm_range
 
 _CHUNK_NUMBERS = 1 << 23
+# Distances of kernels below which the quick bound will do.
+_SMALL = 1e-6
 
 # Signs change, or numbers of one input change places.
 rule(activations.Abs, ChannelShuffle, pooling._InvertibleDownsampling, pooling._InvertibleUpsampling)(_constant(1.0))
@@ -242,7 +244,10 @@ def _composed(after: Tensor, before: Tensor) -> tuple[Tensor, float]:
 
 
 def _no_wrap(sizes: Shape, reach: int, stride: Shape) -> Shape:
-    """Coarse sizes of a circular domain that is so large that a convolution with zero padding is a part of it."""
+    """Coarse sizes of a circular domain that is so large that a convolution with zero padding is a part of it.
+
+    That is so if no window that is ``reach`` wide meets the input again on its other side.
+    """
     return tuple(-(-(size + reach) // s) for size, s in zip(sizes, stride, strict=True))
 
 
@@ -259,16 +264,20 @@ def sll_aoc_block(layer: SLLAOCBlock, shape: Shape) -> float:
     used = _used_kernels(layer)
     stride = layer.stride
     one = (1,) * layer.dims
-    reach = 0 if layer.padding_mode == "circular" else 2 * sum(max(kernel.shape[2:]) for kernel in used)
+    reach = 0 if layer.padding_mode == "circular" else max(max(kernel.shape[2:]) for kernel in used)
     coarse = _no_wrap(shape[1:], reach, stride)
     fine = tuple(size * s for size, s in zip(coarse, stride, strict=True))
 
     def norm(kernel: Tensor, strided: bool = True) -> float:
         return _domain_norm(polyphase(kernel, stride if strided else one, one, 1), coarse if strided else fine)
 
+    def distance(kernel: Tensor, other: Tensor, strided: bool) -> float:
+        quick = _tap_norms(kernel - other) + UNIT_ROUNDOFF * _tap_norms(kernel)
+        return quick if quick < _SMALL else norm(kernel - other, strided) + UNIT_ROUNDOFF * _tap_norms(kernel)
+
     exact = _composed(post, pre), _composed(inner, pre), _composed(post, -2 * adjoint(inner))
     pairs = zip(used, exact, (True, False, True), strict=True)
-    shortcut, first, second = (norm(ours - kernel, strided) + rounding for ours, (kernel, rounding), strided in pairs)
+    shortcut, first, second = (distance(ours, theirs, strided) + error for ours, (theirs, error), strided in pairs)
     inner_norm, pre_norm = norm(inner, False), norm(pre, False)
     theorem = norm(post) * pre_norm * max(1.0, 2 * inner_norm**2 - 1)
     rounded = shortcut + norm(used[2]) * first + second * inner_norm * pre_norm
@@ -298,7 +307,7 @@ def sandwich(layer: _Sandwich, shape: Shape) -> float:
     assert isinstance(layer, SandwichAOCConv)
     one = (1,) * layer.dims
     circular = layer.padding_mode == "circular"
-    coarse = _no_wrap(shape[1:], 0 if circular else 2 * sum(layer.kernel_size) * max(layer.stride), layer.stride)
+    coarse = _no_wrap(shape[1:], 0 if circular else max(layer.kernel_size) * max(layer.stride), layer.stride)
     both_convolutions = _side_by_side(polyphase(a, one, one, 1), polyphase(b, layer.stride, one, 1))
     return _halved_square(_domain_norm(both_convolutions, coarse) + UNIT_ROUNDOFF * (_tap_norms(a) + _tap_norms(b)))
 
