@@ -3,7 +3,8 @@
     python docs/generate_methods.py
 
 A cell is a tick only if the layer was built, applied to every basis vector in float64, and its singular values are what
-the first column says. For each cross and each reservation a footnote names the reason.
+the first column says; for the blocks, which are not linear, those of dense Jacobians at several points. For each cross
+and each reservation a footnote names the reason.
 """
 
 from __future__ import annotations
@@ -29,9 +30,21 @@ FOURIER_TRANSPOSED = {
     2: ts.FourierOrthoConvTranspose2d,
     3: ts.FourierOrthoConvTranspose3d,
 }
+BLOCKS = {
+    "SLL": "SLLBlock",
+    "CPL": "CPLBlock",
+    "SLL-AOC": "SLLAOCBlock",
+    "Sandwich": "SandwichConv",
+    "Sandwich-AOC": "SandwichAOCConv",
+}
+POINTS = 4
 # column: cases (transposed, channels, kernel, options, sizes of the input) that all have to work
 FEATURES: dict[str, list[tuple[bool, tuple[int, int], Any, dict[str, Any], tuple[int, ...]]]] = {
-    "channel change": [(False, (5, 3), 3, {}, (4, 4)), (False, (3, 5), 3, {}, (4, 4))],
+    "channel change": [
+        (False, (5, 3), 3, {}, (4, 4)),
+        (False, (3, 5), 3, {}, (4, 4)),
+        (False, (3, 4), 3, {}, (6,)),
+    ],
     "stride": [
         (False, (2, 8), 3, {"stride": 2}, (6, 6)),
         (False, (3, 4), 3, {"stride": 2}, (6, 6)),
@@ -40,7 +53,7 @@ FEATURES: dict[str, list[tuple[bool, tuple[int, int], Any, dict[str, Any], tuple
     "transposed": [(True, (4, 4), 3, {}, (4, 4)), (True, (8, 2), 3, {"stride": 2}, (3, 3))],
     "groups": [(False, (4, 4), 3, {"groups": 2}, (4, 4)), (False, (4, 6), 3, {"groups": 2, "stride": 2}, (4, 4))],
     "dilation": [(False, (4, 4), 3, {"dilation": 2}, (5, 5))],
-    "1-D": [(False, (3, 4), 3, {}, (6,))],
+    "1-D": [(False, (4, 4), 3, {}, (6,))],
     "2-D": [(False, (4, 4), 3, {}, (5, 5))],
     "3-D": [(False, (2, 2), (1, 3, 3), {}, (2, 3, 3))],
 }
@@ -62,6 +75,14 @@ NOTES = {
     "the image: the blocks are rebuilt when that changes, and `layer.at_size(h, w)` exports plain layers for one size.",
     "eco": "`eco` has no dilation to choose: its response repeats every `k` frequencies, and a response of period `k` "
     "belongs to taps exactly `size / k` apart (the Poisson summation formula on a circular domain).",
+    "block": "Blocks with an activation of slopes `D` between 0 and 1 inside, 1-Lipschitz for every `D`; checked on "
+    "dense Jacobians. None is orthogonal: the eigenvalues of `I - 2 MᵀDM` are 1 and -1 only where `MᵀDM` is a "
+    "projector, and a sandwich `2 AᵀDB` loses what `D = 0` cuts off. They have no transposed layer: only a linear map "
+    "has an adjoint. No theorem forbids groups and dilation here: the blocks do not take these arguments (yet).",
+    "step": "`x - 2 Kᵀ σ(K x + b)` adds to its own input, so that its output has the input's channels and size. "
+    "`SLL-AOC` puts orthogonal kernels around it, which change both.",
+    "sandwich": "`Sandwich` makes `[A B]` at each frequency, so its kernels are as large as the image, and no plain "
+    "layer is the same for every size; `Sandwich-AOC` has kernels of size `k`.",
 }
 
 
@@ -73,6 +94,7 @@ class Row:
     make: Callable[..., Any]
     export: Callable[[Any, tuple[int, ...]], nn.Module]
     notes: list[str] = field(default_factory=list)
+    linear: bool = True
 
 
 def _explicit(name: str) -> Callable[..., Any]:
@@ -91,8 +113,22 @@ def _fourier(name: str) -> Callable[..., Any]:
     return make
 
 
+def _block(name: str) -> Callable[..., Any]:
+    def make(transposed: bool, channels: tuple[int, int], kernel: Any, options: dict[str, Any], dims: int) -> Any:
+        numbers = channels[:1] if name in ("SLLBlock", "CPLBlock") else channels
+        if len(numbers) == 1 and channels[0] != channels[1]:
+            options = {"out_channels": channels[1], **options}
+        try:
+            block = getattr(ts, f"{name}{'Transpose' if transposed else ''}{dims}d")
+            return block(*numbers, kernel_size=kernel, dtype=torch.float64, activation=nn.Softplus(), **options)
+        except (AttributeError, TypeError) as error:
+            raise ValueError(f"{name} has no {options or 'transposed layer'}: {error}") from error
+
+    return make
+
+
 def rows() -> list[Row]:
-    """One row for each method of the registries."""
+    """One row for each method of the registries, and for each block."""
     explicit = [
         Row(name, _explicit(name), lambda layer, sizes: ts.to_torch(layer), [name] if name in NOTES else [])
         for name in ts.METHODS
@@ -101,21 +137,34 @@ def rows() -> list[Row]:
         Row(name, _fourier(name), lambda layer, sizes: layer.at_size(*sizes), ["fourier"] + ["eco"] * (name == "eco"))
         for name in RESPONSES
     ]
-    return explicit + fourier
+    extra = {"SLL": ["step"], "CPL": ["step"], "Sandwich": ["sandwich"]}
+    blocks = [
+        Row(name, _block(cls), lambda layer, sizes: ts.to_torch(layer), ["block", *extra.get(name, [])], linear=False)
+        for name, cls in BLOCKS.items()
+    ]
+    return explicit + fourier + blocks
 
 
-@torch.no_grad()
-def singular_values(layer: nn.Module, shape: tuple[int, ...]) -> Tensor:
-    """From the response to every basis vector."""
-    basis = torch.eye(math.prod(shape), dtype=torch.float64).view(-1, *shape)
-    zero = layer(torch.zeros(1, *shape, dtype=torch.float64))
-    return torch.linalg.svdvals((layer(basis) - zero).flatten(1))
+def singular_values(row: Row, layer: nn.Module, shape: tuple[int, ...]) -> Tensor:
+    """From the response to every basis vector, or from Jacobians at random points, small and large."""
+    if not row.linear:
+        return torch.cat([_jacobian_values(layer, 10**n * torch.randn(shape).double()) for n in range(POINTS)])
+    with torch.no_grad():
+        basis = torch.eye(math.prod(shape), dtype=torch.float64).view(-1, *shape)
+        zero = layer(torch.zeros(1, *shape, dtype=torch.float64))
+        return torch.linalg.svdvals((layer(basis) - zero).flatten(1))
 
 
-def is_orthogonal(layer: nn.Module, shape: tuple[int, ...]) -> bool:
+def _jacobian_values(layer: nn.Module, x: Tensor) -> Tensor:
+    frozen = layer.eval().requires_grad_(False)
+    jacobian = torch.autograd.functional.jacobian(lambda point: frozen(point.view(1, *x.shape)).flatten(), x.flatten())
+    return torch.linalg.svdvals(jacobian)
+
+
+def is_orthogonal(row: Row, layer: nn.Module, shape: tuple[int, ...]) -> bool:
     """Whether every singular value is 1, up to what the layer states."""
     error = 1e-11 + getattr(layer, "truncation_error", 0.0)
-    return bool((singular_values(layer, shape) - 1).abs().max() < error)
+    return bool((singular_values(row, layer, shape) - 1).abs().max() < error)
 
 
 def works(row: Row, orthogonal: bool, cases: list[Any]) -> bool:
@@ -126,10 +175,10 @@ def works(row: Row, orthogonal: bool, cases: list[Any]) -> bool:
         except ValueError:
             return False
         shape = (channels[0], *sizes)
-        values = singular_values(layer, shape)
+        values = singular_values(row, layer, shape)
         if values.max() > 1 + 1e-11 + getattr(layer, "truncation_error", 0.0):
             return False
-        if orthogonal and not is_orthogonal(layer, shape):
+        if orthogonal and not is_orthogonal(row, layer, shape):
             return False
     return True
 
@@ -138,13 +187,13 @@ def orthogonal_cell(row: Row) -> tuple[str, bool]:
     """What the spectrum is without stride, and where kernel = stride."""
     layer = row.make(False, (4, 4), 3, {}, 2)
     error = getattr(layer, "truncation_error", 0.0)
-    if is_orthogonal(layer, (4, 5, 5)):
+    if is_orthogonal(row, layer, (4, 5, 5)):
         return (f"to {error:.0e}" if error else "✓"), True
     try:
         patches = row.make(False, (2, 18), 3, {"stride": 3}, 2)
     except ValueError:
         return "✗", False
-    return ("where kernel = stride" if is_orthogonal(patches, (2, 6, 6)) else "✗"), False
+    return ("where kernel = stride" if is_orthogonal(row, patches, (2, 6, 6)) else "✗"), False
 
 
 def size_cell(row: Row) -> str:
@@ -153,6 +202,8 @@ def size_cell(row: Row) -> str:
     if hasattr(layers[0], "equivalent_kernel_size"):
         image = layers[0].equivalent_kernel_size(6, 8) == (6, 8) == layers[0].at_size(6, 8)[1].kernel_size
         return "image" if image else "?"
+    if not row.linear:
+        return _block_size_cell(layers)
     small, large = (layer.weight.shape[-1] for layer in layers)
     if (small, large) != (3, 5):
         return f"{(large - small) // 2} (k - 1) + 1"
@@ -161,9 +212,21 @@ def size_cell(row: Row) -> str:
 
 
 @torch.no_grad()
+def _block_size_cell(layers: list[Any]) -> str:
+    """Sizes of the convolutions that a block is exported to, or of those that its response amounts to."""
+    plain = [[m.kernel_size for m in ts.to_torch(layer).modules() if isinstance(m, nn.Conv2d)] for layer in layers]
+    if not any(plain):
+        responses = layers[0].eval().response((6, 8))
+        taps = [torch.fft.irfftn(r.unflatten(0, (6, 5)), (6, 8), dim=(0, 1)).abs().amax((2, 3)) for r in responses]
+        return "image" if all(bool((tap > 1e-9).all()) for tap in taps) else "?"
+    return "k" if [set(sizes) for sizes in plain] == [{(3, 3)}, {(5, 5)}] else "?"
+
+
+@torch.no_grad()
 def exports(row: Row) -> str:
     """Whether plain torch layers compute the same."""
-    for channels, options in (((4, 6), {}), ((3, 8), {"stride": 2})):
+    cases: list[Any] = [((4, 4), {}), ((4, 6), {}), ((3, 8), {"stride": 2})]
+    for channels, options in cases[:1] if row.name in ("SLL", "CPL") else cases:
         layer, x = row.make(False, channels, 3, options, 2), torch.randn(1, channels[0], 20, 20, dtype=torch.float64)
         plain = row.export(layer, (20, 20))
         if not torch.allclose(plain(x), layer(x)) or any(isinstance(m, type(layer)) for m in plain.modules()):
@@ -198,8 +261,9 @@ singular values found from the response to every basis vector in float64, all of
 column *orthogonal* says), or at most 1 for the methods that are 1-Lipschitz. A geometry in which no orthogonal kernel
 exists is refused by every orthogonal method, for the reason in `geometry.py`.
 
-The first {len(ts.METHODS)} are `OrthoConv1d/2d/3d` and `OrthoConvTranspose1d/2d/3d` with `method=...`; the last
-{len(RESPONSES)} are `FourierOrthoConv1d/2d/3d` and `FourierOrthoConvTranspose1d/2d/3d` with `method=...`.
+The first {len(ts.METHODS)} are `OrthoConv1d/2d/3d` and `OrthoConvTranspose1d/2d/3d` with `method=...`; the next
+{len(RESPONSES)} are `FourierOrthoConv1d/2d/3d` and `FourierOrthoConvTranspose1d/2d/3d` with `method=...`. The last
+{len(BLOCKS)} are blocks with an activation inside: {", ".join(f"`{cls}1d/2d/3d`" for cls in BLOCKS.values())}.
 
 {table()}
 

@@ -10,8 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
+from trysquare.layers.base import ParametrizedWeight
+from trysquare.layers.heads import UnitNormLinear
+from trysquare.layers.residual import ConcatResidual, _Residual
 from trysquare.lipschitz import Step, follow, lipschitz_lower_bound
+from trysquare.lipschitz.follow import input_like
 from trysquare.lipschitz.modules import batch_norm_scales
 from trysquare.operators import Axis, LinearOperator, read_layer, reads
 from trysquare.progress import track
@@ -164,9 +169,8 @@ def audit(
 
 
 def _noise(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
-    like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(1, *shape, generator=generator).to(like)
+    return torch.randn(1, *shape, generator=generator).to(input_like(model))
 
 
 def _row(step: Step, spectra: bool) -> LayerAudit:
@@ -207,6 +211,10 @@ def _normalisation(layer: nn.Module) -> tuple[float, float, str]:
 
 
 def _why_amplifies(step: Step) -> str:
+    if _is_ours(step.module):
+        return _why_ours_amplifies(step)
+    if isinstance(step.module, _Residual | ConcatResidual):
+        return _why_residual_amplifies(step)
     if "Pool" in step.kind or "pool" in step.kind:
         return "windows overlap: use kernel_size = stride"
     if "Pad" in step.kind or step.kind == "pad":
@@ -220,6 +228,33 @@ def _why_amplifies(step: Step) -> str:
     return f"slope up to {step.constant:.4g}: use a 1-Lipschitz one"
 
 
+def _is_ours(module: nn.Module | None) -> bool:
+    return isinstance(module, ParametrizedWeight) and parametrize.is_parametrized(module, "weight")
+
+
+def _why_ours_amplifies(step: Step) -> str:
+    layer: Any = step.module
+    above = f"{step.constant - 1:.1e}"
+    if layer.parametrization.truncation_error > TOLERANCE:
+        return f"its method is truncated, which adds {above}: give it more terms"
+    dtype = str(layer.parametrization.like.dtype).removeprefix("torch.")
+    return f"its weights were rounded to {dtype}, which adds {above}: keep it in float32"
+
+
+def _why_residual_amplifies(step: Step) -> str:
+    block: Any = step.module
+    shape = list(step.input_shape)
+    if isinstance(block, ConcatResidual):
+        axis = block.dim if block.dim < 0 else block.dim - 1
+        shape[axis] //= 2
+    parts = {"branch": block.branch, "shortcut": getattr(block, "shortcut", None)}
+    bounds = {name: follow(part, shape)[0] for name, part in parts.items() if part is not None}
+    worst = max(bounds, key=lambda name: bounds[name])
+    if bounds[worst] <= 1 + TOLERANCE:
+        return "its factors were rounded: keep it in float32"
+    return f"its {worst} has the bound {bounds[worst]:.4g}: audit that with input_shape {tuple(shape)}"
+
+
 def _linear_row(step: Step, spectra: bool) -> LayerAudit:
     assert step.module is not None
     operator = read_layer(step.module, step.input_shape)
@@ -228,8 +263,11 @@ def _linear_row(step: Step, spectra: bool) -> LayerAudit:
     bound = step.constant
     if remark:
         remarks.append(remark)
-    if bound > 1 + TOLERANCE and not remarks_explain(operator):
-        remarks.insert(0, f"the weight has norm {bound:.4g}: use the trysquare layer of this shape, or divide by it")
+    if isinstance(step.module, UnitNormLinear):
+        remarks.append("each output is 1-Lipschitz, not all together: certify with its certified_radii")
+    elif bound > 1 + TOLERANCE and not remarks_explain(operator):
+        norm = f"the weight has norm {bound:.4g}: use the trysquare layer of this shape, or divide by it"
+        remarks.insert(0, _why_ours_amplifies(step) if _is_ours(step.module) else norm)
     kept = values.tolist() if spectra and values is not None else None
     geometry = _convolution_geometry(step.module, step)
     verdict = _verdict(smallest, bound)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 
-def to_torch(model: nn.Module) -> nn.Module:
+def to_torch(model: nn.Module, *, keep: tuple[type[nn.Module], ...] = ()) -> nn.Module:
     """Copy a model with every layer of ours replaced by plain ``torch.nn`` layers of the same function.
 
     Replaced is every module that has a method ``as_torch``, which returns a plain module: layers
@@ -18,6 +18,10 @@ def to_torch(model: nn.Module) -> nn.Module:
     The original is not touched. Layers that occur several times stay shared. Plain circular padding
     cannot wrap around more than once, so the copy refuses feature maps smaller than the padding.
 
+    Args:
+        model: any model.
+        keep: classes of ours that are copied as they are.
+
     Raises:
         ValueError: if the model holds a convolution whose kernel depends on the size of the image.
 
@@ -25,7 +29,7 @@ def to_torch(model: nn.Module) -> nn.Module:
     >>> type(plain[0]).__name__
     'Conv2d'
     """
-    modules: list[Any] = list(model.modules())
+    modules: list[Any] = [m for m in model.modules() if not isinstance(m, keep)]
     # A copy that is given beforehand replaces the module wherever it occurs.
     replaced: dict[int, Any] = {id(m): m.as_torch() for m in modules if callable(getattr(m, "as_torch", None))}
     return copy.deepcopy(model, replaced)

@@ -26,6 +26,7 @@ from trysquare.layers.conv import (
     _OrthogonalConvolution,
     _TransposedConvolution,
 )
+from trysquare.layers.heads import UnitNormLinear
 from trysquare.layers.linear import OrthoLinear
 from trysquare.linalg.precision import full_precision
 
@@ -33,7 +34,7 @@ _KNOWN_FORWARD = {
     cls.forward
     for cls in (
         nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-        _Convolution, _TransposedConvolution, OrthoLinear,
+        _Convolution, _TransposedConvolution, OrthoLinear, UnitNormLinear,
     )
 }  # fmt: skip
 _KNOWN_INNER = {cls._conv_forward for cls in (_ConvNd, nn.Conv1d, nn.Conv2d, nn.Conv3d)}
@@ -218,7 +219,7 @@ def read_layer(layer: nn.Module, input_shape: Sequence[int]) -> LinearOperator:
             f"{type(layer).__name__} is not a linear or convolution layer of torch or trysquare, or overrides "
             "forward: its matrix cannot be read off its weight; trysquare.lipschitz_bound follows other modules"
         )
-    kernel = _used_weight(layer)
+    kernel = used_weight(layer)
     if isinstance(layer, nn.Linear):
         if not shape or shape[-1] != layer.in_features:
             raise ValueError(f"input_shape={shape} must end in in_features={layer.in_features}")
@@ -240,7 +241,7 @@ def reads(layer: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _used_weight(layer: nn.Module) -> Tensor:
+def used_weight(layer: nn.Module) -> Tensor:
     """The weight after the casts that the forward pass makes, in float64 on the CPU."""
     weight: Any = layer.weight
     device = weight.device.type

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from trysquare.lipschitz import modules as modules  # registers the rules of torch's modules and ours
+from trysquare.lipschitz import modules as modules  # registers the rules of torch's modules
+from trysquare.lipschitz import ours as ours  # registers those of ours
 from trysquare.lipschitz.follow import Step, follow
 from trysquare.lipschitz.lower import lipschitz_lower_bound
 from trysquare.lipschitz.registry import NoRuleError, rule

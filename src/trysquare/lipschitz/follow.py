@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
 
+from trysquare.layers.base import ParametrizedWeight
 from trysquare.lipschitz.functions import FUNCTIONS, Call, flatten_bounds
-from trysquare.lipschitz.registry import NoRuleError, Shape, find_rule, no_rule, way_out
+from trysquare.lipschitz.registry import NoRuleError, Shape, asked_for, find_rule, input_dtype, no_rule, way_out
 from trysquare.progress import track
 
 # Samples of the batch that is sent through to learn the shapes: a number that seldom is the size of another axis, so
@@ -76,10 +78,26 @@ def follow(model: nn.Module, input_shape: Sequence[int]) -> tuple[float, list[St
         model = nn.Sequential(model)
     follower = _Follower(_traced(model))
     with torch.no_grad():
-        result = follower.run(_zeros(model, shape))
+        result = follower.run(input_like(model).new_zeros(_BATCH, *shape))
     if result is None:
         raise ValueError("the model returns nothing")
     return follower.result_bound, follower.steps
+
+
+def follow_part(part: nn.Module, shape: Shape) -> tuple[float, torch.dtype]:
+    """Certified bound of a part of the module that a rule is asked about, and the dtype of what it returns.
+
+    Args:
+        part: a module that gets an input of ``shape`` and of the dtype that the rule is asked about.
+        shape: shape of one input without the batch.
+    """
+    # In a Sequential, so that hooks of the part are seen.
+    follower = _Follower(_traced(nn.Sequential(part)))
+    with torch.no_grad():
+        result = follower.run(input_like(part).new_zeros(_BATCH, *shape, dtype=input_dtype()))
+    if not isinstance(result, Tensor):
+        raise NoRuleError(f"{type(part).__name__} must return one tensor, not {type(result).__name__}")
+    return follower.result_bound, result.dtype
 
 
 def _checked_shape(input_shape: Sequence[int]) -> Shape:
@@ -93,10 +111,21 @@ def _is_torch_leaf(model: nn.Module) -> bool:
     return type(model).__module__.startswith("torch.nn.modules") and not isinstance(model, nn.Sequential)
 
 
-def _zeros(model: nn.Module, shape: Shape) -> Tensor:
-    floating = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
-    like = floating[0] if floating else torch.empty(0)
-    return like.new_zeros(_BATCH, *shape)
+def input_like(model: nn.Module) -> Tensor:
+    """A tensor of the dtype and device that the model's inputs should have: those of its first weight.
+
+    Free tensors of our layers may be longer than the weight that is made of them, so they are asked last.
+    """
+    weights = (_own_weight(module) for module in model.modules())
+    others = (t for t in (*model.parameters(), *model.buffers()))
+    tensors = (t for group in (weights, others) for t in group if t is not None and t.is_floating_point())
+    return next(tensors, torch.empty(0))
+
+
+def _own_weight(module: nn.Module) -> Tensor | None:
+    if isinstance(module, ParametrizedWeight) and parametrize.is_parametrized(module, "weight"):
+        return module.parametrization.like
+    return module._parameters.get("weight")
 
 
 def _traced(model: nn.Module) -> fx.GraphModule:
@@ -200,7 +229,8 @@ class _Follower(fx.Interpreter):
         shapes = [tuple(value.shape[1:]) for value in args if isinstance(value, Tensor)]
         each = [bound for value, bound in zip(args, bounds, strict=True) if isinstance(value, Tensor)]
         try:
-            constants = rule(module, *shapes)
+            with asked_for(_dtype(args)):
+                constants = rule(module, *shapes)
         except (ValueError, TypeError) as error:
             raise type(error)(f"{type(module).__name__} at {n.target!r}: {error}") from error
         constants = [constants] * len(each) if isinstance(constants, float | int) else list(constants)
@@ -270,6 +300,10 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         value = list(value.values())
     return [t for part in value for t in _tensors(part)] if isinstance(value, list | tuple) else []
+
+
+def _dtype(args: Any) -> torch.dtype:
+    return next((t.dtype for t in _tensors(args) if t.is_floating_point()), torch.get_default_dtype())
 
 
 def _function_name(n: fx.Node) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 Shape = tuple[int, ...]
@@ -12,6 +15,9 @@ Rule = Callable[..., float | Sequence[float]]
 R = TypeVar("R", bound=Rule)
 
 _RULES: dict[type[nn.Module], Rule] = {}
+# Methods that a forward pass of torch's layers or ours is made of: a subclass that overrides one is another function.
+_FORWARD = ("forward", "_conv_forward", "_pool", "_mean", "_skip", "_convolved", "_filtered")
+_INPUT_DTYPE: ContextVar[torch.dtype] = ContextVar("dtype of the input of the module that a rule is asked about")
 
 _DIVIDES = "it divides by the deviation or norm of its input: its only Lipschitz constant is near 1 / sqrt(eps)"
 _WHY_NOT: dict[type[nn.Module], str] = {
@@ -44,7 +50,7 @@ def rule(*classes: type[nn.Module]) -> Callable[[R], R]:
     >>> @ts.lipschitz.rule(Erf)
     ... def erf(layer, input_shape):
     ...     return 1.1284
-    >>> ts.lipschitz_bound(nn.Sequential(Erf(), nn.Flatten()), (3, 4))
+    >>> round(ts.lipschitz_bound(nn.Sequential(Erf(), nn.Flatten()), (3, 4)), 6)
     1.1284
     """
 
@@ -56,16 +62,29 @@ def rule(*classes: type[nn.Module]) -> Callable[[R], R]:
     return register
 
 
+@contextmanager
+def asked_for(dtype: torch.dtype) -> Iterator[None]:
+    """Context in which rules are asked about inputs of ``dtype``."""
+    token = _INPUT_DTYPE.set(dtype)
+    try:
+        yield
+    finally:
+        _INPUT_DTYPE.reset(token)
+
+
+def input_dtype() -> torch.dtype:
+    """Dtype of the input that a rule is asked about: what modules round their factors to."""
+    return _INPUT_DTYPE.get(torch.get_default_dtype())
+
+
 def find_rule(module: nn.Module) -> Rule | None:
     """The rule that describes what ``module`` computes: of its class, or of the one that its ``forward`` comes from."""
-    if "forward" in module.__dict__ or "_conv_forward" in module.__dict__:
+    if any(name in module.__dict__ for name in _FORWARD):
         return None
     cls = type(module)
     for base in cls.__mro__:
         if base in _RULES:
-            # Torch's convolutions do their work in `_conv_forward`.
-            defining = [name for name in ("forward", "_conv_forward") if hasattr(base, name)]
-            same = all(getattr(cls, name) is getattr(base, name) for name in defining)
+            same = all(getattr(cls, name) is getattr(base, name) for name in _FORWARD if hasattr(base, name))
             return _RULES[base] if same else None
     return None
 
