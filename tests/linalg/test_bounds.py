@@ -44,7 +44,7 @@ def adversarial(n, m, k):
 
 def dense_norm(kernel, size, stride):
     """Norm of the circular convolution from its response to every basis vector."""
-    n, m, k, _ = kernel.shape
+    _, m, k, _ = kernel.shape
     basis = torch.eye(m * size * size, dtype=torch.float64).view(-1, m, size, size)
     padded = F.pad(basis, (0, k - 1, 0, k - 1), mode="circular")
     return float(torch.linalg.matrix_norm(F.conv2d(padded, kernel, stride=stride).flatten(1), 2))
