@@ -4,7 +4,8 @@
 
 Columns: seconds (median of 3), the value, and by how much it is above (+) or below (-) the true norm. A value below
 the truth makes a certificate wrong. ``orthogonium``'s ``get_conv_sv`` is shown where it is installed;
-torch's ``spectral_norm`` estimates the norm of the reshaped weight, which is not that of the convolution.
+torch's ``spectral_norm`` estimates the norm of the reshaped weight, which is not that of the
+convolution. Gram iteration on frequencies knows nothing of padding that repeats outputs (the last layer).
 """
 
 from __future__ import annotations

@@ -70,8 +70,7 @@ def singular_value_range(
     ``μ`` is at least every eigenvalue of a Gram matrix ``G`` if and only if ``μ I - G`` has a Cholesky factorisation.
     So guess ``μ`` from the largest eigenvalue of the matrix that looks worst, factorise for all, and repeat for those
     that fail: the result is right however bad the guesses are, and within ``1e-6`` of the best possible
-    (``3e-4`` for wide matrices whose norms differ). The same for
-    ``μ I - G`` gives the lower end.
+    (``3e-4`` for wide matrices whose norms differ). The same for ``μ I - G`` gives the lower end.
 
     Args:
         blocks: batches ``(..., n, m)``, real or complex double precision, entries of ordinary size.
