@@ -156,6 +156,8 @@ def orthonormal_rows(rows: Tensor, householder: bool = False) -> Tensor:
         ``(..., h, c)``, ``R Rᵀ = I`` to the precision of the dtype. Directions that ``rows`` does
         not span are completed.
     """
+    if rows.ndim == 3:
+        return _OrthonormalRows.apply(rows, householder)[0]  # type: ignore[no-any-return]
     batch = rows.reshape(-1, *rows.shape[-2:])
     return _OrthonormalRows.apply(batch, householder)[0].view_as(rows)  # type: ignore[no-any-return]
 

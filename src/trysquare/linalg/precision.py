@@ -13,13 +13,15 @@ from torch import Tensor
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_NOTHING = nullcontext()
+
 
 def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
     """Context in which autocast does not touch the operations on ``tensor``'s device."""
     device = tensor.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
-    return nullcontext()
+    return _NOTHING
 
 
 def with_signature(function: Callable[P, T]) -> Callable[P, T]:
