@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trysquare.linalg.orthonormal import orthonormal_rows
-from trysquare.linalg.precision import full_precision, host_can_look, unwrapped, with_signature
+from trysquare.linalg.precision import apply_function, full_precision, host_can_look, unwrapped
 
 _BJORCK_STEPS = {torch.float32: 50, torch.float64: 80}
 # Weakest singular value, relative to the bound that the matrix is divided by, that the Newton
@@ -105,7 +105,6 @@ class _Polar(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    @with_signature
     def forward(matrix: Tensor, iterate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         largest = matrix.abs().amax((-2, -1), keepdim=True)
         unit = matrix / torch.where(largest > 0, largest, 1.0)
@@ -157,14 +156,14 @@ def _newton_steps(basis: Tensor) -> Tensor:
 @on_rows
 def bjorck(matrix: Tensor) -> Tensor:
     """Nearest orthonormal matrix by Björck and Bowie's iteration, run until it has converged."""
-    basis: Tensor = _Polar.apply(matrix, _bjorck_steps)[0]
+    basis: Tensor = apply_function(_Polar, matrix, _bjorck_steps)[0]
     return _checked(basis, "bjorck", _CONDITION)
 
 
 @on_rows
 def newton_schulz(matrix: Tensor) -> Tensor:
     """Nearest orthonormal matrix by Newton-Schulz steps with optimal scaling."""
-    basis: Tensor = _Polar.apply(matrix, _newton_steps)[0]
+    basis: Tensor = apply_function(_Polar, matrix, _newton_steps)[0]
     return _checked(basis, "newton_schulz", _CONDITION)
 
 

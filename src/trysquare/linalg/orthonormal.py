@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trysquare.linalg.precision import full_precision, host_can_look, with_signature
+from trysquare.linalg.precision import apply_function, full_precision, host_can_look
 
 
 def _lower(matrix: Tensor, factor: Tensor) -> Tensor:
@@ -126,7 +126,6 @@ class _OrthonormalRows(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    @with_signature
     def forward(rows: Tensor, householder: bool) -> tuple[Tensor, Tensor]:
         with full_precision(rows):
             return factor_rows(rows, householder)
@@ -157,9 +156,9 @@ def orthonormal_rows(rows: Tensor, householder: bool = False) -> Tensor:
         not span are completed.
     """
     if rows.ndim == 3:
-        return _OrthonormalRows.apply(rows, householder)[0]  # type: ignore[no-any-return]
+        return apply_function(_OrthonormalRows, rows, householder)[0]  # type: ignore[no-any-return]
     batch = rows.reshape(-1, *rows.shape[-2:])
-    return _OrthonormalRows.apply(batch, householder)[0].view_as(rows)  # type: ignore[no-any-return]
+    return apply_function(_OrthonormalRows, batch, householder)[0].view_as(rows)  # type: ignore[no-any-return]
 
 
 def recondition(rows: Tensor, basis: Tensor) -> Tensor:

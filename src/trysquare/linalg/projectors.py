@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trysquare.linalg.orthonormal import factor_rows, rows_gradient
-from trysquare.linalg.precision import full_precision, with_signature
+from trysquare.linalg.precision import apply_function, full_precision
 
 
 class _Grow(torch.autograd.Function):
@@ -27,7 +27,6 @@ class _Grow(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    @with_signature
     def forward(matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, ...]:
         with full_precision(matrix):
             basis, factor = factor_rows(rows.flatten(0, 1))
@@ -91,7 +90,7 @@ def grow(matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> Tensor:
     Returns:
         ``(g, n, c, *k)``, where ``k`` is ``r`` plus the number of projectors on each axis.
     """
-    return _Grow.apply(matrix, rows, axes)[0]  # type: ignore[no-any-return]
+    return apply_function(_Grow, matrix, rows, axes)[0]  # type: ignore[no-any-return]
 
 
 def peel(kernel: Tensor, rank: int, axes: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trysquare.linalg.precision import with_signature
+from trysquare.linalg.precision import apply_function
 
 
 def _swapped(pairs: Tensor, swap: Tensor, dim: int) -> Tensor:
@@ -32,7 +32,6 @@ class _MaxMin(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    @with_signature
     def forward(pairs: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         first, second = pairs.unbind(dim)
         return _ordered(first, second, dim), (second > first).to(pairs.dtype)
@@ -64,5 +63,5 @@ def max_min(pairs: Tensor, dim: int) -> Tensor:
     if not torch.is_grad_enabled():
         first, second = pairs.unbind(dim)
         return _ordered(first, second, dim)
-    ordered: Tensor = _MaxMin.apply(pairs, dim)[0]
+    ordered: Tensor = apply_function(_MaxMin, pairs, dim)[0]
     return ordered
