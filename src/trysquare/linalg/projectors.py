@@ -72,9 +72,10 @@ class _Grow(torch.autograd.Function):
 def _spread(kernel: Tensor, projected: Tensor, dim: int) -> Tensor:
     """``K N + z (K - K N)``: one more tap along ``dim``."""
     taps = kernel.shape[dim]
+    if taps == 1:
+        return torch.cat([projected, kernel - projected], dim)
     grown = torch.cat([projected, kernel.narrow(dim, taps - 1, 1)], dim)
-    if taps > 1:
-        grown.narrow(dim, 1, taps - 1).add_(kernel.narrow(dim, 0, taps - 1))
+    grown.narrow(dim, 1, taps - 1).add_(kernel.narrow(dim, 0, taps - 1))
     grown.narrow(dim, 1, taps).sub_(projected)
     return grown
 
