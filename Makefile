@@ -12,10 +12,10 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/first_network.py
 
 test: lint types
-	$(BIN)/python -m pytest -n 2 -m "not slow" --cov --cov-report=term:skip-covered --cov-fail-under=95
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" --cov --cov-report=term:skip-covered --cov-fail-under=95
 
 test-all: lint types
-	$(BIN)/python -m pytest -n 2 --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-report=term:skip-covered
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
