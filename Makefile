@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
+# Examples in docstrings and documents build on each other, so they run one after another.
+EXAMPLES = $(BIN)/python -m pytest --cov --cov-append --cov-report=term:skip-covered src docs README.md
 
 .PHONY: demo test test-all lint types bench clean
 
@@ -12,10 +14,12 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/first_network.py
 
 test: lint types
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" --cov --cov-report=term:skip-covered --cov-fail-under=95
+	$(BIN)/python -m pytest -n 2 -m "not slow" --cov --cov-report= tests
+	$(EXAMPLES) --cov-fail-under=95
 
 test-all: lint types
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -n 2 --cov --cov-report= tests
+	$(EXAMPLES)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

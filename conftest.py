@@ -1,9 +1,7 @@
 """Run the examples in docstrings and in the README as tests."""
 
-import pytest
 import torch
 from sybil import Sybil
-from sybil.integration.pytest import SybilItem
 from sybil.parsers.markdown import PythonCodeBlockParser
 from sybil.parsers.rest import DocTestParser
 from torch import nn
@@ -21,11 +19,3 @@ pytest_collect_file = (
     Sybil(parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/*.md"], setup=_names)
     + Sybil(parsers=[DocTestParser()], patterns=["src/*/*.py", "src/*/*/*.py"], setup=_names)
 ).pytest()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Examples of one file build on each other: keep them on one worker (`--dist loadgroup`)."""
-    for item in items:
-        if isinstance(item, SybilItem):
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
