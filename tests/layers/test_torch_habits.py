@@ -275,6 +275,17 @@ def test_assigning_its_own_output_gives_it_back(layer):
     torch.testing.assert_close(layer.weight, wanted, atol=1e-5, rtol=0)
 
 
+def test_assigning_what_it_has_and_another_dtype():
+    layer = ts.OrthoConv2d(16, 128, 3, stride=2)
+    before = [tensor.detach().clone() for tensor in layer.free_tensors]
+    layer.weight = layer.weight.detach().clone()
+    assert all(map(torch.equal, before, layer.free_tensors))
+    double = ts.OrthoConv2d(4, 4, 3, dtype=torch.float64)
+    wanted = ts.OrthoConv2d(4, 4, 3).weight.detach()
+    double.weight = wanted
+    torch.testing.assert_close(double.weight.float(), wanted, atol=1e-5, rtol=0)
+
+
 def test_torch_init_functions():
     layer = ts.OrthoConv2d(6, 6, 3)
     identity = nn.init.dirac_(torch.empty(6, 6, 3, 3))

@@ -174,6 +174,9 @@ class Parametrization(nn.Module, ABC):
         exact = weight.detach().double().cpu()
         self._check_assignable(exact)
         tolerance = _ASSIGNMENT_ROUNDINGS.get(weight.dtype, 2.0) * torch.finfo(weight.dtype).eps
+        present = [tensor.detach() for tensor in self._slots.values()]
+        if float((self.build(*(tensor.double().cpu() for tensor in present)) - exact).abs().max()) <= tolerance:
+            return present
         starts = chain([self.solve(exact)], (self.draw() for _ in range(_ASSIGNMENT_STARTS)))
         free, missed = search_free_tensors(self.build, starts, exact, tolerance)
         if missed > tolerance:
@@ -181,7 +184,7 @@ class Parametrization(nn.Module, ABC):
                 f"no free tensors were found that give this weight: the nearest one found differs by {missed:.1e}. "
                 f"It must be an output of the same parametrization ({self.extra_repr()})"
             )
-        return [tensor.to(weight.device, at_least_float32(weight.dtype)) for tensor in free]
+        return [tensor.to(like.device, like.dtype) for tensor, like in zip(free, present, strict=True)]
 
     def _check_assignable(self, weight: Tensor) -> None:
         expected = self.weight_shape
