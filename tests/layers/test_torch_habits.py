@@ -409,6 +409,8 @@ def test_bad_inputs_are_named_before_any_work():
         ts.OrthoLinear(4, 4, dtype=torch.int32)
     with pytest.raises(ValueError, match="drops outputs"):
         ts.OrthoConv1d(4, 4, 3, padding=0).adjoint()
+    with pytest.raises(ValueError, match="reaches the stride"):
+        ts.OrthoConvTranspose1d(4, 4, 3, padding=0, output_padding=1, dilation=2, padding_mode="zeros").adjoint()
     with pytest.raises(ValueError, match=r"nothing to learn.*parsimonious"):
         ts.OrthoConv1d(1, 1, 3, stride=2, parsimonious=True)
 

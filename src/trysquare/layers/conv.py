@@ -294,6 +294,9 @@ class _Convolution(_OrthogonalConvolution):
     def adjoint(self) -> Any:
         """The transposed layer, without bias, that shares the free tensors of this one.
 
+        With zero padding and integers for ``padding`` several input sizes give the same output size; torch's
+        ``output_size`` says which one is meant.
+
         >>> down = OrthoConv2d(4, 16, 4, stride=2)
         >>> x = torch.randn(1, 4, 8, 8)
         >>> bool(torch.allclose(down.adjoint()(down(x) - down.bias.view(-1, 1, 1)), x, atol=1e-5))
@@ -453,7 +456,17 @@ class _TransposedConvolution(_OrthogonalConvolution):
         return crops
 
     def adjoint(self) -> Any:
-        """The convolution, without bias, that this layer is the adjoint of; shares the free tensors."""
+        """The convolution, without bias, that this layer is the adjoint of; shares the free tensors.
+
+        Raises:
+            ValueError: if zeros are added to the output that no convolution with these numbers would read.
+        """
+        added = tuple(left - right for left, right in self._pads)
+        if self.padding_mode == "zeros" and any(a >= s for a, s in zip(added, self.stride, strict=True)):
+            raise ValueError(
+                f"output_padding={added} reaches the stride {self.stride}, so the convolution of the output has more "
+                "windows than the input has positions; use a smaller output_padding for a layer with an adjoint"
+            )
         twin = _CONVOLUTION[self.dims](
             self.out_channels,
             self.in_channels,

@@ -32,8 +32,9 @@ class Parametrization(nn.Module, ABC):
     Free tensors stay in float32 when the layer is cast to a shorter dtype: the weight is built from
     them in float32 and rounded once. In eval mode a weight that needs no gradient is built once and
     kept until a free tensor is written to, moved or replaced, an optimizer steps, or the mode
-    changes. The one exception are writes through ``.data`` outside of an optimizer, which torch's
-    version counter does not see.
+    changes. The exception are writes that torch's version counter does not see: through ``.data``,
+    outside of an optimizer, to a free tensor or to the weight that was returned, and from another
+    process.
     """
 
     like: Tensor
