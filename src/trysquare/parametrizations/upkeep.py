@@ -26,11 +26,6 @@ def tend(parametrization: Any) -> None:
     _tended.add(parametrization)
 
 
-def steps_of_all() -> int:
-    """Steps that all optimizers of this process have made."""
-    return _steps_of_all
-
-
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     global _steps_of_all
     _steps_of_all += 1
