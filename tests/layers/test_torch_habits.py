@@ -261,6 +261,9 @@ def test_compiles_in_training_without_graph_breaks(layer):
         ts.OrthoConv2d(8, 8, 3, groups=2), ts.OrthoConv1d(6, 6, 5), ts.OrthoConv3d(4, 4, 2),
         ts.OrthoConv2d(8, 4, 1, stride=2), ts.OrthoConvTranspose2d(16, 4, 3, stride=2),
         ts.OrthoConv2d(1, 4, 3, stride=2), ts.OrthoLinear(5, 8), ts.OrthoLinear(8, 8),
+        # More outputs than the stride's patches have numbers: the kernel is a part of a larger one.
+        ts.OrthoConv2d(3, 32, 3, stride=2), ts.OrthoConv2d(3, 64, 2, stride=2), ts.OrthoConv2d(3, 64, 3, stride=2),
+        ts.OrthoConv1d(4, 20, 3, stride=2, groups=2), ts.OrthoConvTranspose2d(20, 3, 3, stride=2),
         *(ts.OrthoConv2d(4, 4, 2, orthogonalizer=name) for name in ts.linalg.ORTHOGONALIZERS),
         *(ts.OrthoLinear(8, 5, orthogonalizer=name) for name in ts.linalg.ORTHOGONALIZERS),
     ],

@@ -30,14 +30,14 @@ class _Grow(torch.autograd.Function):
     def forward(matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, ...]:
         with full_precision(matrix):
             basis, factor = factor_rows(rows.flatten(0, 1))
-            kernels, coordinates = [matrix], []
-            for frame, axis in zip(basis.view(rows.shape).unbind(), axes, strict=True):
-                flat = kernels[-1].flatten(1, -2)  # (g, taps * n, c)
-                coordinates.append(torch.bmm(flat, frame.mT))
-                projected = torch.bmm(coordinates[-1], frame).view(kernels[-1].shape)
-                kernels.append(_spread(kernels[-1], projected, axis + 1))
-            grown = kernels.pop().movedim((-2, -1), (1, 2)).contiguous()
-        return grown, basis, factor, *kernels[1:], *coordinates
+            kernel, flats, coordinates = matrix, [], []
+            for frame, turned, axis in zip(*_frames(basis, rows.shape), axes, strict=True):
+                flats.append(kernel.flatten(1, -2))  # (g, taps * n, c)
+                coordinates.append(torch.bmm(flats[-1], turned))
+                projected = torch.bmm(coordinates[-1], frame).view(kernel.shape)
+                kernel = _spread(kernel, projected, axis + 1)
+            grown = kernel.movedim((-2, -1), (1, 2)).contiguous()
+        return grown, basis, factor, *flats[1:], *coordinates
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -51,22 +51,27 @@ class _Grow(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor, None]:
         basis, factor, *saved = ctx.saved_tensors
-        frames, steps = basis.view(ctx.shape).unbind(), len(ctx.axes)
-        kernels, coordinates = saved[:steps], saved[steps:]
+        steps = len(ctx.axes)
+        flats, coordinates = [saved[0].flatten(1, -2), *saved[1:steps]], saved[steps:]
         grads = []
         with full_precision(grad):
             grad = grad.movedim((1, 2), (-2, -1)).contiguous()
-            for step in reversed(range(steps)):
-                frame, dim = frames[step], ctx.axes[step] + 1
-                taps = grad.shape[dim] - 1
+            each = zip(*_frames(basis, ctx.shape), flats, coordinates, ctx.axes, strict=True)
+            for frame, turned, flat, coordinate, axis in reversed(list(each)):
+                dim, taps = axis + 1, grad.shape[axis + 1] - 1
                 later = grad.narrow(dim, 1, taps)
                 through = (grad.narrow(dim, 0, taps) - later).flatten(1, -2)  # gradient of K N
-                back = torch.bmm(through, frame.mT)
-                flat = kernels[step].flatten(1, -2)
-                grads.append(torch.baddbmm(torch.bmm(coordinates[step].mT, through), back.mT, flat))
+                back = torch.bmm(through, turned)
+                grads.append(torch.baddbmm(torch.bmm(coordinate.mT, through), back.mT, flat))
                 grad = torch.bmm(back, frame).view(later.shape).add_(later)
             grad_rows = rows_gradient(basis, factor, torch.cat(grads[::-1]), span_only=True)
         return grad, grad_rows.view(ctx.shape), None
+
+
+def _frames(basis: Tensor, shape: torch.Size) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The frames ``(g, h, c)`` one by one, and their transposes."""
+    frames = basis.view(shape)
+    return frames.unbind(), frames.mT.unbind()
 
 
 def _spread(kernel: Tensor, projected: Tensor, dim: int) -> Tensor:

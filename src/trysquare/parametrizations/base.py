@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,11 +15,14 @@ from trysquare.geometry import Sizes
 from trysquare.linalg.precision import at_least_float32, full_precision
 from trysquare.parametrizations.search import search_free_tensors
 from trysquare.parametrizations.upkeep import WeightCache, owned, tend
+from trysquare.progress import track
 
 # Largest entry, in units of the dtype's rounding, by which an assigned weight and the one built for it may differ.
 _ASSIGNMENT_ROUNDINGS = {torch.float64: 1e8, torch.float32: 50.0}
-# Random starts of the search where there is no closed form: many lead to local minima.
+# Random starts of the search where there is no closed form: many lead to local minima. It gives up after so many, or
+# when so many seconds have passed.
 _ASSIGNMENT_STARTS = 64
+_ASSIGNMENT_SECONDS = 60.0
 
 
 class Parametrization(nn.Module, ABC):
@@ -87,7 +90,11 @@ class Parametrization(nn.Module, ABC):
         return free
 
     def solve(self, weight: Tensor) -> list[Tensor]:
-        """Free tensors from which ``build`` makes ``weight`` if it can, or a good guess."""
+        """Free tensors from which ``build`` makes ``weight`` if it can, or a guess."""
+        return self.guess(weight)
+
+    def guess(self, weight: Tensor) -> list[Tensor]:
+        """Random free tensors from which a search for those of ``weight`` may start."""
         return self.draw()
 
     def forward(self, *free: Tensor) -> Tensor:
@@ -178,14 +185,21 @@ class Parametrization(nn.Module, ABC):
         present = [tensor.detach() for tensor in self._slots.values()]
         if float((self.build(*(tensor.double().cpu() for tensor in present)) - exact).abs().max()) <= tolerance:
             return present
-        starts = chain([self.solve(exact)], (self.draw() for _ in range(_ASSIGNMENT_STARTS)))
-        free, missed = search_free_tensors(self.build, starts, exact, tolerance)
+        free, missed = search_free_tensors(self.build, self._starts(exact), exact, tolerance)
         if missed > tolerance:
             raise ValueError(
                 f"no free tensors were found that give this weight: the nearest one found differs by {missed:.1e}. "
                 f"It must be an output of the same parametrization ({self.extra_repr()})"
             )
         return [tensor.to(like.device, like.dtype) for tensor, like in zip(free, present, strict=True)]
+
+    def _starts(self, weight: Tensor) -> Iterator[list[Tensor]]:
+        began = time.monotonic()
+        yield self.solve(weight)
+        for _ in track(range(_ASSIGNMENT_STARTS), "searching for free tensors", _ASSIGNMENT_STARTS):
+            if time.monotonic() - began > _ASSIGNMENT_SECONDS:
+                break
+            yield self.guess(weight)
 
     def _check_assignable(self, weight: Tensor) -> None:
         expected = self.weight_shape
