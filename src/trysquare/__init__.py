@@ -1,6 +1,6 @@
 """Orthogonal and 1-Lipschitz layers for PyTorch: exact, fast and easy to check."""
 
-from trysquare import linalg, lipschitz
+from trysquare import data, linalg, lipschitz
 from trysquare.auditing import AuditReport, audit
 from trysquare.checkpoint import load_model, save_checkpoint
 from trysquare.export import to_torch
@@ -162,6 +162,7 @@ __all__ = [
     "ScaledAvgPool3d",
     "UnitNormLinear",
     "audit",
+    "data",
     "extreme_singular_values",
     "linalg",
     "lipschitz",

@@ -1,0 +1,198 @@
+"""Tiny-ImageNet, ImageNet and other folders of images: listed at once, decoded with Pillow when asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trysquare.data.files import nestings, nothing_found, require_file
+from trysquare.progress import track
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Box = Callable[[int, int, int], Sequence[int]]
+"""From the place in the batch and the height and width of the image to top, left, height and width of a part."""
+
+_ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm")
+_HEADERS_PER_CLASS = 8
+CHECKED = f"every file's size and the headers of {_HEADERS_PER_CLASS} images a class, not the pixels"
+
+
+@dataclass(frozen=True, eq=False)
+class FolderSet:
+    """Labelled image files, decoded to RGB when asked for.
+
+    Args:
+        files: paths, one an image.
+        labels: int64 ``(n,)``.
+        classes: names of the classes; labels count them from 0.
+        size: height and width of what is given.
+        resize: the shorter side is resized to this before the middle ``size`` by ``size`` pixels are cut.
+    """
+
+    files: tuple[str, ...]
+    labels: Tensor
+    classes: tuple[str, ...]
+    size: int
+    resize: int
+    white: int = 255
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.size <= self.resize:
+            raise ValueError(f"the middle is cut from the resized image: size={self.size} > resize={self.resize}")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        return self.stack(torch.tensor([row]))[0], int(self.labels[row])
+
+    def stack(self, rows: Tensor) -> Tensor:
+        """Middles of the resized images, uint8 ``(len(rows), 3, size, size)``.
+
+        Raises:
+            ValueError: if a file is not a readable image; it names the file.
+        """
+        return self._decode(rows, lambda place, image: _middle(image, self.resize, self.size))
+
+    def parts(self, rows: Tensor, box: Box) -> Tensor:
+        """Parts of the images, each resized to ``size`` by ``size``: uint8 ``(len(rows), 3, size, size)``.
+
+        Args:
+            rows: which images.
+            box: chooses the part.
+
+        Raises:
+            ValueError: if a file is not a readable image; it names the file.
+        """
+
+        def part(place: int, image: Image.Image) -> Image.Image:
+            top, left, height, width = box(place, image.height, image.width)
+            return _resized(image.crop((left, top, left + width, top + height)), self.size, self.size)
+
+        return self._decode(rows, part)
+
+    def _decode(self, rows: Tensor, fit: Callable[[int, Image.Image], Image.Image]) -> Tensor:
+        images = torch.empty(len(rows), 3, self.size, self.size, dtype=torch.uint8)
+        for place, row in enumerate(rows.tolist()):
+            image = fit(place, _open(self.files[row], decode=True))
+            images[place] = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        return images
+
+
+def read_tiny_imagenet(root: Path, split: str, size: int = 64) -> FolderSet:
+    """Tiny-ImageNet: ``train/CLASS/images/*`` and ``val`` as published (one folder and a list) or a folder a class."""
+    base = _base("tiny-imagenet", root, nestings("tiny-imagenet", "tiny-imagenet-200"))
+    classes = _class_names(base / "train")
+    annotations = base / "val" / "val_annotations.txt"
+    if split == "test" and annotations.is_file():
+        return _annotated(annotations, classes, size)
+    return _by_class(base / ("train" if split == "train" else "val"), classes, size, size)
+
+
+def read_imagenet(root: Path, split: str, size: int = 224) -> FolderSet:
+    """ImageNet: ``train/CLASS/*`` and ``val/CLASS/*``; the shorter side is resized to 8/7 of ``size`` (256 for 224)."""
+    base = _base("imagenet", root, nestings("imagenet", "ILSVRC/Data/CLS-LOC", "ILSVRC2012"))
+    classes = _class_names(base / "train")
+    return _by_class(base / ("train" if split == "train" else "val"), classes, size, round(size * 8 / 7))
+
+
+def check_folder(images: FolderSet) -> None:
+    """Raise ``ValueError`` that names a file which is empty, or whose header (of some of each class) is no image's."""
+    for file in track(images.files, "checking images", len(images)):
+        if not os.path.isfile(file) or os.path.getsize(file) == 0:
+            raise ValueError(f"{file}: expected an image, found an empty file or none")
+    for label in range(len(images.classes)):
+        rows = (images.labels == label).nonzero()[:, 0]
+        spread = torch.linspace(0, len(rows) - 1, min(len(rows), _HEADERS_PER_CLASS)).long()
+        for row in rows[spread].tolist():
+            _open(images.files[row], decode=False)
+
+
+def _base(name: str, root: Path, folders: Sequence[str]) -> Path:
+    for folder in folders:
+        if (root / folder / "train").is_dir():
+            return root / folder
+    raise nothing_found(name, root, folders, "a folder 'train' with a folder of images for each class")
+
+
+def _class_names(train: Path) -> tuple[str, ...]:
+    names = tuple(sorted(e.name for e in os.scandir(train) if e.is_dir() and not e.name.startswith(".")))
+    if not names:
+        raise ValueError(f"{train}: expected a folder of images for each class, found no folder")
+    return names
+
+
+def _by_class(folder: Path, classes: tuple[str, ...], size: int, resize: int) -> FolderSet:
+    """A folder a class, each of which holds images itself or in a folder ``images``."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: expected this folder with a folder of images for each class, found none")
+    if strange := set(_class_names(folder)) - set(classes):
+        raise ValueError(
+            f"{folder / min(strange)}: expected only the {len(classes)} classes of 'train', found this one"
+        )
+    found = [_images_of(folder / name) for name in classes]
+    labels = torch.repeat_interleave(torch.tensor([len(files) for files in found]))
+    return FolderSet(tuple(file for files in found for file in files), labels, classes, size, resize)
+
+
+def _images_of(folder: Path) -> list[str]:
+    inner = folder / "images"
+    source = inner if inner.is_dir() else folder
+    files = sorted(e.path for e in os.scandir(source) if e.name.lower().endswith(_ENDINGS)) if source.is_dir() else []
+    if not files:
+        raise ValueError(f"{folder}: expected images of this class ({', '.join(_ENDINGS)}), found none")
+    return files
+
+
+def _annotated(annotations: Path, classes: tuple[str, ...], size: int) -> FolderSet:
+    """Images in one folder, and a list of lines of file name, tab, class, tab, what else."""
+    number = {name: label for label, name in enumerate(classes)}
+    files, labels = [], []
+    for count, line in enumerate(annotations.read_text().splitlines(), 1):
+        name, _, rest = line.partition("\t")
+        wnid = rest.split("\t")[0]
+        if wnid not in number:
+            raise ValueError(f"{annotations}: expected a class of 'train' in line {count}, found {wnid!r}")
+        files.append(str(require_file(annotations.parent / "images" / name)))
+        labels.append(number[wnid])
+    if not files:
+        raise ValueError(f"{annotations}: expected a line an image, found an empty file")
+    return FolderSet(tuple(files), torch.tensor(labels), classes, size, size)
+
+
+def _open(file: str, decode: bool) -> Image.Image:
+    """The image as RGB, or only its header."""
+    pillow: Any = _pillow()
+    try:
+        with pillow.open(file) as image:
+            return image.convert("RGB") if decode else image
+    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
+        raise ValueError(f"{file}: expected an image, found a file that Pillow cannot read ({error})") from error
+
+
+def _middle(image: Image.Image, resize: int, size: int) -> Image.Image:
+    shorter = min(image.size)
+    width, height = (round(side * resize / shorter) for side in image.size)
+    left, top = (width - size) // 2, (height - size) // 2
+    return _resized(image, width, height).crop((left, top, left + size, top + size))
+
+
+def _resized(image: Image.Image, width: int, height: int) -> Image.Image:
+    return image if image.size == (width, height) else image.resize((width, height), _pillow().Resampling.BILINEAR)
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError("folders of images are decoded with Pillow: pip install 'trysquare[train]'") from error
+    return Image

@@ -1,0 +1,89 @@
+"""What a set of labelled images is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Images(Protocol):
+    """Labelled images: those in memory (``ImageSet``) and those decoded when asked for (``FolderSet``)."""
+
+    @property
+    def labels(self) -> Tensor:
+        """Classes of all images, int64 ``(n,)``."""
+        ...
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes; a label is a place in them."""
+        ...
+
+    @property
+    def white(self) -> int:
+        """The pixel value that becomes 1 in a batch."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]: ...
+
+    def stack(self, rows: Tensor) -> Tensor:
+        """Images of these rows, uint8 ``(len(rows), c, h, w)``."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSet:
+    """Labelled images in memory.
+
+    Args:
+        images: uint8 ``(n, c, h, w)``.
+        labels: int64 ``(n,)``.
+        classes: names of the classes; labels count them from 0.
+        white: the pixel value that becomes 1 in a batch.
+
+    Raises:
+        ValueError: if types or shapes are others, or a label has no class.
+
+    >>> ImageSet(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1]), ("no", "yes"))[1][1]
+    1
+    """
+
+    images: Tensor
+    labels: Tensor
+    classes: tuple[str, ...]
+    white: int = 255
+
+    def __post_init__(self) -> None:
+        if self.images.dtype != torch.uint8 or self.images.ndim != 4:
+            found = f"{self.images.dtype} of shape {tuple(self.images.shape)}"
+            raise ValueError(f"images are uint8 (n, c, h, w), found {found}")
+        if self.labels.dtype != torch.int64 or self.labels.shape != self.images.shape[:1]:
+            found = f"{self.labels.dtype} of shape {tuple(self.labels.shape)}"
+            raise ValueError(f"labels are int64 ({len(self.images)},), one an image, found {found}")
+        require_labels(self.labels, len(self.classes), "labels")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        return self.images[row], int(self.labels[row])
+
+    def stack(self, rows: Tensor) -> Tensor:
+        """Images of these rows, uint8 ``(len(rows), c, h, w)``."""
+        return self.images[rows]
+
+
+def require_labels(labels: Tensor, classes: int, source: object) -> None:
+    """Raise ``ValueError`` that names the ``source`` and the first label that is none of ``0 ... classes - 1``."""
+    wrong = ((labels < 0) | (labels >= classes)).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(
+            f"{source}: expected labels from 0 to {classes - 1}, found {int(labels[row])} for image {row} "
+            f"({len(wrong)} of {len(labels)} labels are out of range)"
+        )
