@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import trysquare as ts
+from trysquare.export import with_fixed_weights
 
 LAYERS = [
     (ts.OrthoConv1d(4, 8, 4), (4, 9)),
@@ -80,3 +81,36 @@ def test_networks_torch_export_and_onnx(tmp_path):
     session = onnxruntime.InferenceSession(path)
     (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(got), expected, atol=1e-5, rtol=0)
+
+
+def fixed_models():
+    shared = ts.OrthoLinear(8, 8)
+    return [
+        (nn.Sequential(ts.OrthoConv2d(4, 8, 3, stride=2), ts.MaxMin(), ts.OrthoConvTranspose2d(8, 4, 3)), (4, 6, 6)),
+        (nn.Sequential(ts.SLLBlock2d(4, 8, 3), ts.CPLBlock2d(4, 8, 3), ts.SLLAOCBlock2d(4, 4, 3)), (4, 6, 6)),
+        (nn.Sequential(ts.SandwichAOCConv2d(4, 4, 3), ts.DepthwiseResidualBlock2d(4)), (4, 6, 6)),
+        (nn.Sequential(ts.FourierOrthoConv2d(4, 4, 3), nn.Flatten(), ts.UnitNormLinear(144, 3)), (4, 6, 6)),
+        (nn.Sequential(shared, nn.ReLU(), shared, ts.SandwichLinear(8, 8)), (8,)),
+        (nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))), (8,)),
+    ]
+
+
+@pytest.mark.parametrize("case", range(6))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fixed_weights_are_the_same_function_bit_for_bit(case, dtype):
+    model, shape = fixed_models()[case]
+    model = model.to(dtype).eval()
+    x = torch.randn(2, *shape, dtype=dtype)
+    with torch.no_grad():
+        expected = model(x)
+    names = list(model.state_dict())
+    fixed = with_fixed_weights(model)
+    assert torch.equal(fixed(x), expected)
+    assert not any(parameter.requires_grad for parameter in fixed.parameters())
+    wide = fixed.double()(x.double())
+    assert (wide - expected).abs().max() < (0.3 if dtype == torch.bfloat16 else 1e-5)
+    assert list(model.state_dict()) == names
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+    model.train()(x).square().sum().backward()
+    assert any(parameter.grad is not None for parameter in model.parameters())

@@ -1,7 +1,8 @@
 """Orthogonal and 1-Lipschitz layers for PyTorch: exact, fast and easy to check."""
 
-from trysquare import data, linalg, lipschitz
+from trysquare import attacks, data, linalg, lipschitz, losses
 from trysquare.auditing import AuditReport, audit
+from trysquare.certification import Certificate, certified_radius, certify
 from trysquare.checkpoint import load_model, save_checkpoint
 from trysquare.export import to_torch
 from trysquare.layers import (
@@ -79,6 +80,7 @@ from trysquare.layers import (
     UnitNormLinear,
 )
 from trysquare.lipschitz import lipschitz_bound, lipschitz_lower_bound
+from trysquare.losses import margin_for_radius
 from trysquare.optim import ProjUNN
 from trysquare.parametrizations import METHODS
 from trysquare.spectrum import extreme_singular_values, singular_values, spectral_norm_bound
@@ -95,6 +97,7 @@ __all__ = [
     "CPLBlock2d",
     "CPLBlock3d",
     "CPLLinear",
+    "Certificate",
     "ChannelShuffle",
     "ConcatResidual",
     "ConvexResidual",
@@ -161,7 +164,10 @@ __all__ = [
     "ScaledAvgPool2d",
     "ScaledAvgPool3d",
     "UnitNormLinear",
+    "attacks",
     "audit",
+    "certified_radius",
+    "certify",
     "data",
     "extreme_singular_values",
     "linalg",
@@ -169,6 +175,8 @@ __all__ = [
     "lipschitz_bound",
     "lipschitz_lower_bound",
     "load_model",
+    "losses",
+    "margin_for_radius",
     "save_checkpoint",
     "singular_values",
     "spectral_norm_bound",

@@ -8,11 +8,21 @@ from torch import nn
 
 from trysquare.lipschitz import modules as modules  # registers the rules of torch's modules
 from trysquare.lipschitz import ours as ours  # registers those of ours
+from trysquare.lipschitz.classifier import Classifier, follow_classifier
 from trysquare.lipschitz.follow import Step, follow
 from trysquare.lipschitz.lower import lipschitz_lower_bound
 from trysquare.lipschitz.registry import NoRuleError, rule
 
-__all__ = ["NoRuleError", "Step", "follow", "lipschitz_bound", "lipschitz_lower_bound", "rule"]
+__all__ = [
+    "Classifier",
+    "NoRuleError",
+    "Step",
+    "follow",
+    "follow_classifier",
+    "lipschitz_bound",
+    "lipschitz_lower_bound",
+    "rule",
+]
 
 
 def lipschitz_bound(model: nn.Module, input_shape: Sequence[int]) -> float:

@@ -72,6 +72,12 @@ def follow(model: nn.Module, input_shape: Sequence[int]) -> tuple[float, list[St
         NoRuleError: if a module or function has no rule, or the forward pass cannot be followed.
         ValueError: if the shape does not fit, or weights are not finite.
     """
+    follower = followed(model, input_shape)
+    return follower.result_bound, follower.steps
+
+
+def followed(model: nn.Module, input_shape: Sequence[int]) -> _Follower:
+    """What ``follow`` reads its answer from: the graph, and the bound of each of its nodes."""
     shape = _checked_shape(input_shape)
     model = getattr(model, "_orig_mod", model)
     if find_rule(model) is not None or _is_torch_leaf(model):
@@ -81,7 +87,7 @@ def follow(model: nn.Module, input_shape: Sequence[int]) -> tuple[float, list[St
         result = follower.run(input_like(model).new_zeros(_BATCH, *shape))
     if result is None:
         raise ValueError("the model returns nothing")
-    return follower.result_bound, follower.steps
+    return follower
 
 
 def follow_part(part: nn.Module, shape: Shape) -> tuple[float, torch.dtype]:
