@@ -240,6 +240,8 @@ def test_plain_export(make, shape):
     kinds = {type(m).__module__.split(".")[0] + "." + type(m).__name__ for m in plain.modules()}
     assert all(kind.startswith("torch.") or kind == "trysquare.Sum" for kind in kinds), kinds
     torch.testing.assert_close(plain(x), block(x), atol=1e-5, rtol=1e-4)
+    assert all(parameter.requires_grad for parameter in plain.parameters())
+    assert not any(parameter.requires_grad for parameter in ts.to_torch(make().requires_grad_(False)).parameters())
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.zero_()

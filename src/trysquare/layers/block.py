@@ -55,8 +55,8 @@ class Block(ParametrizedWeight):
 
     def _plain_branch(self, first: Tensor, second: Tensor) -> nn.Module:
         """Two plain layers of torch with the activation between them."""
-        before = self._first.plain(first.detach(), self.bias, self.training)
-        after = self._second.plain(second.detach(), None, self.training)
+        before = self._first.plain(first, self.bias, self.training)
+        after = self._second.plain(second, None, self.training)
         return nn.Sequential(before, copy.deepcopy(self.activation), after).train(self.training)
 
     def extra_repr(self) -> str:

@@ -131,7 +131,7 @@ class _FusedBlock(ResamplingBlock):
     def as_torch(self) -> nn.Module:
         """The sum of a plain convolution, and two with the activation between them."""
         shortcut, first, second = self.kernels
-        around = self._shortcut.plain(shortcut.detach(), None, self.training)
+        around = self._shortcut.plain(shortcut, None, self.training)
         return Sum(around, self._plain_branch(first, second)).train(self.training)
 
 
