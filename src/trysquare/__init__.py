@@ -1,6 +1,6 @@
 """Orthogonal and 1-Lipschitz layers for PyTorch: exact, fast and easy to check."""
 
-from trysquare import linalg, lipschitz
+from trysquare import linalg, lipschitz, models
 from trysquare.auditing import AuditReport, audit
 from trysquare.checkpoint import load_model, save_checkpoint
 from trysquare.export import to_torch
@@ -31,6 +31,7 @@ from trysquare.layers import (
     GlobalScaledAvgPool,
     GroupSort,
     Householder,
+    InputScaling,
     InvertibleDownsampling1d,
     InvertibleDownsampling2d,
     InvertibleDownsampling3d,
@@ -114,6 +115,7 @@ __all__ = [
     "GlobalScaledAvgPool",
     "GroupSort",
     "Householder",
+    "InputScaling",
     "InvertibleDownsampling1d",
     "InvertibleDownsampling2d",
     "InvertibleDownsampling3d",
@@ -168,6 +170,7 @@ __all__ = [
     "lipschitz_bound",
     "lipschitz_lower_bound",
     "load_model",
+    "models",
     "save_checkpoint",
     "singular_values",
     "spectral_norm_bound",
