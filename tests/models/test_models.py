@@ -229,3 +229,9 @@ def test_builders_tell_their_options():
         assert builder.summary
         assert builder.body.__doc__
         assert all(f"{name}:" in builder.body.__doc__ for name in set(builder.options) - {"mean", "std", "head"})
+
+
+def test_factor_is_shown_and_can_be_left_out():
+    assert "factor=1.15" in repr(small("liresnet-aoc")[0])
+    model, shape = small("liresnet-aoc", factor=1.0, head="orthogonal")
+    assert ts.lipschitz_bound(model.eval(), shape) <= 1 + 1e-4
