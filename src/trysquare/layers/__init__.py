@@ -94,6 +94,9 @@ from trysquare.layers.sandwich_fourier import (
     SandwichConvTranspose2d,
     SandwichConvTranspose3d,
 )
+from trysquare.layers.scaling import (
+    InputScaling,
+)
 from trysquare.layers.shuffle import (
     ChannelShuffle,
 )
@@ -142,6 +145,7 @@ __all__ = [
     "GlobalScaledAvgPool",
     "GroupSort",
     "Householder",
+    "InputScaling",
     "InvertibleDownsampling1d",
     "InvertibleDownsampling2d",
     "InvertibleDownsampling3d",
