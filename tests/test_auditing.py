@@ -39,6 +39,17 @@ def test_rows_say_what_each_layer_does_and_why():
         assert row.smallest <= row.largest <= row.bound * (1 + 1e-9)
 
 
+def test_infinite_bounds_come_back_from_json():
+    report = ts.AuditReport([], float("inf"), 1.0, (3,))
+    assert ts.AuditReport.from_json(report.to_json()) == report
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "3", '{"layers": 3}'])
+def test_other_json_is_refused(text):
+    with pytest.raises(ValueError, match="not an audit"):
+        ts.AuditReport.from_json(text)
+
+
 def test_text_json_rich_and_plot(tmp_path):
     from rich.console import Console
 
@@ -49,6 +60,7 @@ def test_text_json_rich_and_plot(tmp_path):
     assert content["bound"] == report.bound
     assert len(content["layers"]) == 7
     assert len(content["layers"][4]["spectrum"]) == 200
+    assert ts.AuditReport.from_json(report.to_json()) == report
     console = Console(width=250, record=True, quiet=True)
     console.print(report)
     plot_spectra(report, tmp_path / "spectra.png")

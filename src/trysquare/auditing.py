@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ _SPECTRUM_COST = 3e8
 _LANCZOS_COST = 8e8
 _LANCZOS_STEPS = 40
 _LOWER_BOUND_SECONDS = 3.0
+_EXTREMES = ("smallest", "largest")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,15 @@ class LayerAudit:
     remark: str
     spectrum: list[float] | None = field(default=None, repr=False)
 
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> LayerAudit:
+        """A row from its part of the report's JSON."""
+        row: dict[str, Any] = {name: str(content[name]) for name in ("name", "type", "geometry", "verdict", "remark")}
+        row |= {name: _or_infinite(content[name]) for name in ("bound", "bound_so_far")}
+        row |= {name: content[name] if content[name] is None else float(content[name]) for name in _EXTREMES}
+        row["spectrum"] = None if content["spectrum"] is None else list(map(float, content["spectrum"]))
+        return cls(**row)
+
 
 @dataclass(frozen=True)
 class AuditReport:
@@ -84,9 +94,24 @@ class AuditReport:
         return self.bound / self.lower_bound if self.lower_bound else math.inf
 
     def to_json(self) -> str:
-        """The report as JSON; numbers that JSON does not have (infinity) become ``null``."""
+        """The report as JSON; infinite numbers, which JSON does not have, become ``null``. ``from_json`` reads it."""
         content = {**asdict(self), "ratio": self.ratio}
         return json.dumps(_finite(content), indent=2, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> AuditReport:
+        """A report from what ``to_json`` wrote.
+
+        Raises:
+            ValueError: if it is not that.
+        """
+        try:
+            content: dict[str, Any] = json.loads(text)
+            layers = [LayerAudit.from_dict(layer) for layer in content["layers"]]
+            bound, lower = (_or_infinite(content[name]) for name in ("bound", "lower_bound"))
+            return cls(layers, bound, lower, tuple(map(int, content["input_shape"])))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this is not an audit in JSON: {error!r}") from error
 
     def __str__(self) -> str:
         header = ["layer", "type", "geometry", "σ min", "σ max", "bound", "so far", "verdict", "remark"]
@@ -129,6 +154,11 @@ class AuditReport:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
+
+
+def _or_infinite(value: float | None) -> float:
+    """A number from JSON, where infinity is ``null``."""
+    return math.inf if value is None else float(value)
 
 
 def _finite(value: Any) -> Any:

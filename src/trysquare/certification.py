@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from trysquare.auditing import _finite
+from trysquare.auditing import _finite, _or_infinite
 from trysquare.export import with_fixed_weights
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.lipschitz import follow_classifier
@@ -226,10 +226,12 @@ class Certificate:
         """
         try:
             content: dict[str, Any] = json.loads(text)
-            radii = [math.inf if radius is None else radius for radius in content["radii"]]
-            content["radii"] = torch.tensor(radii, dtype=torch.float64)
+            content["radii"] = torch.tensor(list(map(_or_infinite, content["radii"])), dtype=torch.float64)
+            content |= {name: _or_infinite(content[name]) for name in ("lipschitz", "evaluation_error", "safety")}
             content |= {name: torch.tensor(content[name], dtype=torch.int64) for name in ("predictions", "labels")}
-            content |= {name: tuple(content[name]) for name in ("epsilons", "input_shape")}
+            content |= {"epsilons": tuple(map(float, content["epsilons"]))}
+            content |= {"input_shape": tuple(map(int, content["input_shape"]))}
+            content |= {"measured_samples": int(content["measured_samples"])}
             return cls(**{name: content[name] for name in cls.__dataclass_fields__})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is not a certificate in JSON: {error!r}") from error

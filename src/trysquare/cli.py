@@ -10,13 +10,14 @@ from pathlib import Path
 from trysquare.auditing import AuditReport, audit
 from trysquare.checkpoint import load_model
 from trysquare.plotting import plot_spectra
+from trysquare.report import recipe_images, write_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``trysquare`` with the given arguments; the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        _audit(options)
+        {"audit": _audit, "report": _report}[options.command](options)
     except (ValueError, TypeError, OSError) as error:
         print(f"trysquare: {error}", file=sys.stderr)
         return 1
@@ -33,6 +34,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     command.add_argument("--plot", type=Path, metavar="FILE", help="write the spectra as a picture")
+    command = commands.add_parser("report", help="write a run as one HTML page with pictures")
+    command.add_argument("run", type=Path, metavar="RUN", help="directory of the run")
     return parser
 
 
@@ -53,6 +56,11 @@ def _audit(options: argparse.Namespace) -> None:
         options.json.write_text(report.to_json() + "\n")
     if options.plot is not None:
         plot_spectra(report, options.plot)
+
+
+def _report(options: argparse.Namespace) -> None:
+    images, why = recipe_images(options.run)
+    print(write_report(options.run, images, why_no_images=why))
 
 
 def _show(report: AuditReport) -> None:
