@@ -323,7 +323,7 @@ def _extremes(step: Step, operator: LinearOperator) -> tuple[float | None, float
         values = singular_values(step.module, step.input_shape)
         return float(values[-1]), float(values[0]), values, ""
     if operator.circular:
-        low, high = norm_range(operator)
+        low, high, _ = norm_range(operator)
         how = (
             "σ min is a certified lower bound"
             if low > 0

@@ -89,7 +89,8 @@ def test_ranges_hold_all_singular_values():
     for shape in ((40, 3, 5), (40, 5, 3), (3, 90, 70), (2, 1, 1)):
         matrices = torch.randn(*shape, dtype=torch.complex128)
         values = torch.linalg.svdvals(matrices)
-        low, high = singular_value_range(matrices.split(7))
+        low, high, found = singular_value_range(matrices.split(7))
+        assert float(values.max()) * (1 - 1e-6) < found <= float(values.max()) * (1 + 1e-12)
         assert low <= float(values.min()) <= float(values.max()) <= high
         assert low > float(values.min()) * (1 - 1e-4) - 1e-3
         assert high < float(values.max()) * (1 + 1e-6)

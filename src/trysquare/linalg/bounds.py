@@ -15,7 +15,9 @@ accurate to a few units in the last place.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,12 +45,22 @@ def normalized(kernel: Tensor) -> tuple[Tensor, int]:
 
     Exact, except that entries below ``2^-1022`` of the largest are rounded: squares can then neither overflow nor
     vanish.
+
+    Raises:
+        ValueError: if ``kernel`` is complex.
     """
+    if kernel.is_complex():
+        raise ValueError(f"a kernel of {kernel.dtype} is complex, and only real ones are supported")
     exact = kernel.detach().to("cpu", torch.float64)
     largest = float(exact.abs().max()) if exact.numel() else 0.0
     exponent = math.frexp(largest)[1]
-    half = -exponent // 2  # in two factors: 2^1074 is not a float64
-    return exact * 2.0**half * 2.0 ** (-exponent - half), exponent
+    return rescaled(exact, -exponent), exponent
+
+
+def rescaled(values: Tensor, exponent: int) -> Tensor:
+    """``values * 2^exponent``."""
+    half = exponent // 2  # in two factors: 2^1074 is not a float64
+    return values * 2.0**half * 2.0 ** (exponent - half)
 
 
 def rescaled_up(value: float, exponent: int) -> float:
@@ -62,9 +74,29 @@ def rescaled_up(value: float, exponent: int) -> float:
     return math.nextafter(scaled, math.inf) if value > 0 else 0.0
 
 
-def singular_value_range(
-    blocks: Iterable[Tensor], rounding: float = 0.0, *, lowest: bool = True
-) -> tuple[float, float]:
+def rescaled_down(value: float, exponent: int) -> float:
+    """``value * 2^exponent``, rounded down; the largest float64 where that does not fit."""
+    try:
+        return math.ldexp(value, exponent) * (1 - UNIT_ROUNDOFF)
+    except OverflowError:
+        return sys.float_info.max
+
+
+class SingularValueRange(NamedTuple):
+    """Where singular values are.
+
+    Attributes:
+        low: certified lower bound on all of them.
+        high: certified upper bound on all of them.
+        found: largest one that was found, up to rounding: the norm is between this and ``high``. 0 if none was.
+    """
+
+    low: float
+    high: float
+    found: float
+
+
+def singular_value_range(blocks: Iterable[Tensor], rounding: float = 0.0, *, lowest: bool = True) -> SingularValueRange:
     """Certified interval that holds the ``min(n, m)`` singular values of each of many matrices.
 
     ``μ`` is at least every eigenvalue of a Gram matrix ``G`` if and only if ``μ I - G`` has a Cholesky factorisation.
@@ -76,11 +108,8 @@ def singular_value_range(
         blocks: batches ``(..., n, m)``, real or complex double precision, entries of ordinary size.
         rounding: bound on the spectral norm of the error of each matrix.
         lowest: whether the lower end is wanted; otherwise it is 0.
-
-    Returns:
-        Lower and upper end.
     """
-    upper, low, energy, shape = 0.0, math.inf, 0.0, (1, 1)
+    upper, found, low, energy, shape = 0.0, 0.0, math.inf, 0.0, (1, 1)
     for block in blocks:
         small, large = sorted(block.shape[-2:])
         shape = small, large
@@ -89,15 +118,17 @@ def singular_value_range(
         if chunk_energy < _NEGLIGIBLE:  # too small to factorise; the trace is a bound
             upper, low = max(upper, chunk_energy + _NEGLIGIBLE if chunk_energy else 0.0), 0.0
             continue
-        upper = _raised(gram, upper, upper)
+        upper, top = _raised(gram, upper, upper)
+        found = max(found, top)
         if lowest and low > 0:
             mirrored = _shifted(gram, upper)
-            low = min(low, upper - _raised(mirrored, max(0.0, upper - low), upper))
+            low = min(low, upper - _raised(mirrored, max(0.0, upper - low), upper)[0])
     slack = _slack(*shape, upper, energy)
     high = math.sqrt(upper + slack) * (1 + 4 * UNIT_ROUNDOFF) + rounding
+    found = math.sqrt(found)
     if not lowest or low - 2 * slack <= 0:
-        return 0.0, high
-    return max(0.0, math.sqrt(low - 2 * slack) * (1 - 4 * UNIT_ROUNDOFF) - rounding), high
+        return SingularValueRange(0.0, high, found)
+    return SingularValueRange(max(0.0, math.sqrt(low - 2 * slack) * (1 - 4 * UNIT_ROUNDOFF) - rounding), high, found)
 
 
 def _gram(block: Tensor) -> tuple[Tensor, float]:
@@ -120,18 +151,22 @@ def _shifted(gram: Tensor, upper: float) -> Tensor:
     return mirrored
 
 
-def _raised(gram: Tensor, upper: float, scale: float) -> float:
-    """``upper``, or a guess of the top eigenvalue that factorisations show to be above those of all of ``gram``."""
+def _raised(gram: Tensor, upper: float, scale: float) -> tuple[float, float]:
+    """``upper``, or a guess of the top eigenvalue that factorisations show to be above those of all of ``gram``.
+
+    And the largest eigenvalue of any of them that was met on the way (0 if none was looked at).
+    """
     left = gram if upper <= 0 else gram[_not_below(gram, upper)]
-    margin = _MARGIN
+    margin, found = _MARGIN, 0.0
     while len(left):
         top = _top_eigenvalue(left[int(_rayleigh(left).argmax())])
+        found = max(found, top)
         # A guess that is below what is known already was not good enough, so widen the margin: this ends.
         margin = margin if top > upper else 8 * margin
         upper = max(upper, top) + margin * max(scale, top)
         margin = max(margin, _WIDE_MARGIN) if gram.shape[-1] >= _WIDE else margin
         left = left[_not_below(left, upper)]
-    return upper
+    return upper, found
 
 
 def _top_eigenvalue(matrix: Tensor) -> float:
@@ -169,7 +204,7 @@ def _rayleigh(gram: Tensor) -> Tensor:
     return norms.amax((-2, -1))
 
 
-def circular_range(convolution: Polyphase, sizes: tuple[int, ...], *, lowest: bool = True) -> tuple[float, float]:
+def circular_range(convolution: Polyphase, sizes: tuple[int, ...], *, lowest: bool = True) -> SingularValueRange:
     """Certified interval for the singular values of a convolution on a circular domain.
 
     The Fourier transform is unitary, so they are those of the blocks (``FrequencyBlocks``), whose rounding is added.
@@ -203,7 +238,7 @@ def any_size_bound(convolution: Polyphase, budget: float) -> float:
         grid = tuple(oversampling * degree if degree else 1 for degree in convolution.degrees)
         if convolution.gram_flops(grid) <= budget:
             break
-    low, high = circular_range(convolution, grid)
+    low, high, _ = circular_range(convolution, grid)
     cosines = math.prod(
         math.cos(math.pi * degree / size) for degree, size in zip(convolution.degrees, grid, strict=True)
     )
