@@ -7,8 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "src" / "trysquare"
 ROWS = [
-    "progress", "geometry", "linalg", "optim", "parametrizations", "layers", "export", "operators", "spectrum",
-    "lipschitz", "auditing", "checkpoint", "plotting", "cli", "__init__",
+    "progress", "files", "geometry", "linalg", "optim", "parametrizations", "layers", "export", "operators", "spectrum",
+    "lipschitz", "auditing", "checkpoint", "plotting", "cli", "__main__", "__init__",
 ]  # fmt: skip
 
 
