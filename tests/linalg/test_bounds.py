@@ -105,6 +105,10 @@ def test_gram_iteration_on_thousands_of_matrices():
         assert bool((bounds >= top * scale).all())
         assert bool((bounds <= top * scale * 1.002).all())
     assert float(gram_bound(torch.zeros(2, 2))) == 0
+    turned = torch.polar(torch.ones(3, 3), torch.rand(3, 3)).to(torch.complex128)
+    assert float(gram_bound(turned, 12)) == pytest.approx(float(torch.linalg.matrix_norm(turned, 2)), rel=1e-3)
+    with pytest.raises(ValueError, match="at least 1"):
+        gram_bound(torch.zeros(2, 2), 0)
     assert float(gram_bound(torch.full((1, 1), 5e-324, dtype=torch.float64))) >= 5e-324
 
 

@@ -1,4 +1,4 @@
-"""Upper bounds of norms that hold for certain, and that gradients pass through."""
+"""Upper bounds of norms that gradients pass through, for parametrizations; ``bounds`` adds rounding and certifies."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ _SQUARINGS = 4
 def gram_norm_bound(matrix: Tensor, squarings: int = _SQUARINGS) -> Tensor:
     """Upper bound of the largest singular value by Gram iteration: ``‖G‖ = ‖G^(2^t)‖^(1/2^t) <= ‖G^(2^t)‖_F^(1/2^t)``.
 
+    ``trysquare.linalg.bounds.gram_bound`` is this in float64, with the rounding added.
+
     Args:
-        matrix: ``(..., n, m)``.
+        matrix: ``(..., n, m)``, real or complex, with entries whose fourth powers fit in the dtype.
         squarings: number ``t`` of squarings; the bound is at most ``min(n, m)^(1 / 2^(t + 2))`` times the norm.
 
     Returns:
         ``(...)``, never below the norm by more than the rounding of the products.
     """
     with full_precision(matrix):
-        wide = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
-        gram = torch.matmul(wide, wide.mT)
+        wide = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mH
+        gram = torch.matmul(wide, wide.mH)
         tiny = torch.finfo(gram.dtype).tiny ** 0.5
-        logarithm = gram.new_zeros(gram.shape[:-2])
+        logarithm = torch.zeros_like(gram[..., 0, 0].real)
         for step in range(squarings + 1):
             size = torch.linalg.matrix_norm(gram).clamp_min(tiny)
             logarithm = logarithm + size.log() / 2**step
