@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trysquare.auditing import _finite, _or_infinite
 from trysquare.certification import (
     Certificate,
     Data,
@@ -27,6 +26,7 @@ from trysquare.certification import (
     prepared,
 )
 from trysquare.export import with_fixed_weights
+from trysquare.files import or_infinite, without_infinities
 from trysquare.lipschitz.follow import input_like
 from trysquare.progress import track
 
@@ -355,7 +355,7 @@ class Violation:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Violation:
         """A violation from its part of the report's JSON."""
-        radius, distance = (_or_infinite(content[name]) for name in ("radius", "distance"))
+        radius, distance = (or_infinite(content[name]) for name in ("radius", "distance"))
         index, label, prediction = (int(content[name]) for name in ("index", "label", "prediction"))
         return cls(index, radius, distance, label, prediction)
 
@@ -402,7 +402,7 @@ class AttackReport:
 
     def to_json(self) -> str:
         """Everything as JSON; infinite radii become ``null``. ``from_json`` reads it."""
-        return json.dumps(_finite(asdict(self)), indent=2, allow_nan=False)
+        return json.dumps(without_infinities(asdict(self)), indent=2, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> AttackReport:

@@ -9,19 +9,29 @@ from pathlib import Path
 
 from trysquare.auditing import AuditReport, audit
 from trysquare.checkpoint import load_model
-from trysquare.plotting import plot_spectra
+from trysquare.files import check_writable, replacing
+from trysquare.plotting import check_picture, plot_spectra
 from trysquare.report import recipe_images, write_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``trysquare`` with the given arguments; the exit code."""
+    """Run ``trysquare`` with the given arguments; the exit code: 1 after an error, 130 after an interrupt."""
     options = _parser().parse_args(arguments)
     try:
         {"audit": _audit, "report": _report}[options.command](options)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
     except (ValueError, TypeError, OSError) as error:
-        print(f"trysquare: {error}", file=sys.stderr)
-        return 1
+        return _fail(str(error), 1)
+    except Exception as error:  # of somebody else's model, so the type is part of what happened
+        return _fail(f"{type(error).__name__}: {error}", 1)
     return 0
+
+
+def _fail(message: str, code: int) -> int:
+    """Say on one line what failed."""
+    print(f"trysquare: {' '.join(message.split())}", file=sys.stderr)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,10 +60,15 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _audit(options: argparse.Namespace) -> None:
+    if options.json is not None:
+        check_writable(options.json)
+    if options.plot is not None:
+        check_picture(options.plot)
     report = audit(load_model(options.model), options.input_shape, spectra=options.plot is not None)
     _show(report)
     if options.json is not None:
-        options.json.write_text(report.to_json() + "\n")
+        with replacing(options.json) as file:
+            file.write(f"{report.to_json()}\n".encode())
     if options.plot is not None:
         plot_spectra(report, options.plot)
 

@@ -189,8 +189,8 @@ def _audit(text: str) -> AuditReport:
     audit = AuditReport.from_json(text)
     values = [audit.bound, audit.lower_bound]
     for layer in audit.layers:
-        values += [layer.smallest or 0, layer.largest or 0, layer.bound, layer.bound_so_far, *(layer.spectrum or ())]
-    if not all(value >= 0 for value in values):
+        values += [layer.smallest, layer.largest, layer.bound, layer.bound_so_far, *(layer.spectrum or ())]
+    if not all(value is None or value >= 0 for value in values):
         raise ValueError("a bound or a singular value is negative or not a number")
     return audit
 

@@ -118,7 +118,7 @@ def _audit_table(audit: AuditReport) -> Markup:
     rows = [
         [
             _breakable(layer.name), layer.type, layer.geometry, number(layer.smallest), number(layer.largest),
-            bound(layer.bound), bound(layer.bound_so_far),
+            bound(layer.bound), "" if layer.bound_so_far is None else bound(layer.bound_so_far),
             tag("span", layer.verdict, class_=_CHIPS.get(layer.verdict, "chip")),
         ]
         for layer in audit.layers
