@@ -3,10 +3,10 @@
     python benchmarks/spectrum.py
 
 Columns: seconds (median of 3), the value, and by how much it is above (+) or below (-) the true norm, which is that of
-a dense matrix or of all frequencies. A value below the truth makes a certificate wrong: it is marked, and the last lines
-count for each way how often that happened. ``orthogonium``'s ``get_conv_sv`` is shown where it is installed; torch's
-``spectral_norm`` estimates the norm of the reshaped weight, which is not that of the convolution. Gram iteration, ours
-and that of ``get_conv_sv``, knows nothing of padding that repeats outputs (the last layer).
+a dense matrix or of all frequencies. A value below the truth makes a certificate wrong: it is marked, and the last
+lines count for each way how often that happened. ``orthogonium``'s ``get_conv_sv`` is shown where it is installed;
+torch's ``spectral_norm`` estimates the norm of the reshaped weight, which is not that of the convolution. Gram
+iteration, ours and that of ``get_conv_sv``, knows nothing of padding that repeats outputs (the last layer).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def layers() -> list[Layer]:
         ("64, orthogonal", ts.to_torch(ts.OrthoConv2d(64, 64, 3)), 32),
         ("16, k3, zeros", nn.Conv2d(16, 16, 3, padding=1), 16),
         ("64, k3, zeros", nn.Conv2d(64, 64, 3, padding=1), 16),
-        ("256, k3, zeros, 3x3", nn.Conv2d(256, 256, 3, padding=1), 3),
+        ("64, k3, zeros, 3x3", nn.Conv2d(64, 64, 3, padding=1), 3),
         ("16, circular padding 2", nn.Conv2d(16, 16, 3, padding=2, padding_mode="circular"), 16),
     ]  # fmt: skip
 
