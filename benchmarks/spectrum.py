@@ -49,7 +49,7 @@ def layers() -> list[Layer]:
         ("64, orthogonal", ts.to_torch(ts.OrthoConv2d(64, 64, 3)), 32),
         ("16, k3, zeros", nn.Conv2d(16, 16, 3, padding=1), 16),
         ("64, k3, zeros", nn.Conv2d(64, 64, 3, padding=1), 16),
-        ("256, k3, zeros, 3x3", nn.Conv2d(256, 256, 3, padding=1), 3),
+        ("64, k3, zeros, 3x3", nn.Conv2d(64, 64, 3, padding=1), 3),
         ("16, circular padding 2", nn.Conv2d(16, 16, 3, padding=2, padding_mode="circular"), 16),
     ]  # fmt: skip
 

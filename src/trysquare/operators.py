@@ -255,6 +255,20 @@ def reads(layer: nn.Module) -> bool:
     return called and forward in _KNOWN_FORWARD and (inner is None or inner in _KNOWN_INNER) and not own
 
 
+def misfit(layer: nn.Module | None, shapes: Sequence[Sequence[int]]) -> str:
+    """What a linear or convolution layer expects instead of inputs of these shapes (without the batch).
+
+    Empty if it is another module or function, or has nothing against them.
+    """
+    if layer is None or not reads(layer) or len(shapes) != 1:
+        return ""
+    try:
+        read_layer(layer, shapes[0])
+    except ValueError as error:
+        return f"{type(layer).__name__.removeprefix('Parametrized')}: {error}"
+    return ""
+
+
 def _refuse_hooks(layer: nn.Module) -> None:
     """Refuse hooks that can change what the layer computes, except those of torch that set the weight."""
     before = (*layer._forward_pre_hooks.values(), *torch_module._global_forward_pre_hooks.values())

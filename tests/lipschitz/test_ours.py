@@ -313,4 +313,4 @@ def test_blocks_are_rows_of_the_audit():
     assert "certified_radii" in str(report)
     residual = ts.audit(nn.Sequential(ts.ConcatResidual(doubled(2))), MAP).layers[0]
     assert residual.verdict == "amplifies"
-    assert residual.remark == "its branch has the bound 2: audit that with input_shape (2, 6, 6)"
+    assert residual.remark == "its branch has the bound 2: see the rows of its layers"

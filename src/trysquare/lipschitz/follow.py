@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from trysquare.layers.base import ParametrizedWeight
 from trysquare.lipschitz.functions import FUNCTIONS, Call, flatten_bounds
 from trysquare.lipschitz.registry import NoRuleError, Shape, asked_for, find_rule, input_dtype, no_rule, way_out
-from trysquare.operators import read_layer, reads
+from trysquare.operators import misfit
 from trysquare.progress import track
 
 # Samples of the batch that is sent through to learn the shapes: a number that seldom is the size of another axis, so
@@ -192,10 +192,9 @@ class _Follower(fx.Interpreter):
         except Exception as error:
             shapes = [tuple(t.shape[1:]) for t in _tensors((args, kwargs))]
             module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
-            kind = "" if module is None else f" ({type(module).__name__.removeprefix('Parametrized')})"
             raise ValueError(
-                f"{_name(n)}{kind} does not accept an input of shape {', '.join(map(str, shapes))} (without the "
-                f"batch): {_misfit(module, shapes) or error}"
+                f"{_name(n)} does not accept an input of shape {', '.join(map(str, shapes))} (without the batch): "
+                f"{misfit(module, shapes) or error}"
             ) from error
 
     def _bound(self, n: fx.Node, args: Any, kwargs: Any, value: Any) -> Any:
@@ -302,17 +301,6 @@ class _Follower(fx.Interpreter):
             return
         kind = type(module).__name__.removeprefix("Parametrized") if module is not None else _function_name(n)
         self.steps.append(Step(_name(n), module, kind, shapes[0] if shapes else (), made[0], bound / before, bound))
-
-
-def _misfit(module: nn.Module | None, shapes: list[Shape]) -> str:
-    """What a linear or convolution layer expects, in words that do not speak of our batch as torch's do."""
-    if module is None or not reads(module) or len(shapes) != 1:
-        return ""
-    try:
-        read_layer(module, shapes[0])
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def _tensors(value: Any) -> list[Tensor]:
