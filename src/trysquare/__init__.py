@@ -1,6 +1,6 @@
 """Orthogonal and 1-Lipschitz layers for PyTorch: exact, fast and easy to check."""
 
-from trysquare import attacks, data, linalg, lipschitz, losses
+from trysquare import attacks, data, linalg, lipschitz, losses, models
 from trysquare.auditing import AuditReport, audit
 from trysquare.certification import Certificate, certified_radius, certify
 from trysquare.checkpoint import load_model, save_checkpoint
@@ -32,6 +32,7 @@ from trysquare.layers import (
     GlobalScaledAvgPool,
     GroupSort,
     Householder,
+    InputScaling,
     InvertibleDownsampling1d,
     InvertibleDownsampling2d,
     InvertibleDownsampling3d,
@@ -117,6 +118,7 @@ __all__ = [
     "GlobalScaledAvgPool",
     "GroupSort",
     "Householder",
+    "InputScaling",
     "InvertibleDownsampling1d",
     "InvertibleDownsampling2d",
     "InvertibleDownsampling3d",
@@ -177,6 +179,7 @@ __all__ = [
     "load_model",
     "losses",
     "margin_for_radius",
+    "models",
     "save_checkpoint",
     "singular_values",
     "spectral_norm_bound",

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 from trysquare.layers.base import ParametrizedWeight
 from trysquare.layers.heads import UnitNormLinear
 from trysquare.layers.residual import ConcatResidual, _Residual
+from trysquare.layers.scaling import InputScaling
 from trysquare.lipschitz import Step, follow, lipschitz_lower_bound
 from trysquare.lipschitz.follow import input_like
 from trysquare.lipschitz.modules import batch_norm_scales
@@ -213,6 +214,8 @@ def _normalisation(layer: nn.Module) -> tuple[float, float, str]:
 def _why_amplifies(step: Step) -> str:
     if _is_ours(step.module):
         return _why_ours_amplifies(step)
+    if isinstance(step.module, InputScaling):
+        return f"the data are scaled by up to {step.constant:.4g}: part of the constant"
     if isinstance(step.module, _Residual | ConcatResidual):
         return _why_residual_amplifies(step)
     if "Pool" in step.kind or "pool" in step.kind:

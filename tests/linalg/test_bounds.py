@@ -131,3 +131,13 @@ def test_scaling_rounds_up():
     assert rescaled_up(1.0, 5000) == math.inf
     assert rescaled_up(0.75, -1074) >= 0.75 * 2**-1074
     assert rescaled_up(0.0, 3) == 0
+
+
+def test_wide_orthogonal_matrices_have_tight_bounds_whichever_is_looked_at_first():
+    exact = torch.stack([random_orthogonal(128) for _ in range(12)])
+    for _ in range(4):
+        rounded = exact[torch.randperm(12)] + 5e-8 * torch.randn_like(exact)
+        low, high = singular_value_range([rounded])
+        values = torch.linalg.svdvals(rounded)
+        assert low <= float(values.min())
+        assert float(values.max()) <= high <= 1 + 1e-5

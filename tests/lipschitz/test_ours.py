@@ -105,6 +105,7 @@ CASES = {
     "FourierOrthoConvTranspose3d": (lambda: ts.FourierOrthoConvTranspose3d(2, 2, 2), (2, 3, 3, 3), False),
     "AffineInverse": (lambda: ts.OrthoConv2d(4, 4, 3).inverse(), SMALL, True),
     # Not 1-Lipschitz: the bound says so.
+    "InputScaling": (lambda: ts.InputScaling((0.5, 0.4, 0.3, 0.2), (0.7, 0.3, 0.9, 0.6)), SMALL, None),
     "UnitNormLinear": (lambda: ts.UnitNormLinear(6, 5), (6,), None),
     "amplifying branch": (lambda: ts.LearnableResidual(doubled(), scale=0.5), SMALL, None),
     "amplifying shortcut": (lambda: ts.ConvexResidual(square(), doubled()), SMALL, None),

@@ -86,6 +86,9 @@ from trysquare.layers.sandwich_fourier import (
     SandwichConv2d,
     SandwichConv3d,
 )
+from trysquare.layers.scaling import (
+    InputScaling,
+)
 from trysquare.layers.shuffle import (
     ChannelShuffle,
 )
@@ -130,6 +133,7 @@ __all__ = [
     "GlobalScaledAvgPool",
     "GroupSort",
     "Householder",
+    "InputScaling",
     "InvertibleDownsampling1d",
     "InvertibleDownsampling2d",
     "InvertibleDownsampling3d",

@@ -129,9 +129,18 @@ def _raised(gram: Tensor, upper: float, scale: float) -> float:
         # A guess that is below what is known already was not good enough, so widen the margin: this ends.
         margin = margin if top > upper else 8 * margin
         upper = max(upper, top) + margin * max(scale, top)
-        margin = max(margin, _WIDE_MARGIN) if gram.shape[-1] >= _WIDE else margin
         left = left[_not_below(left, upper)]
+        if len(left) and gram.shape[-1] >= _WIDE:
+            margin = max(margin, min(_WIDE_MARGIN, _spread(left) / max(scale, top)))
     return upper
+
+
+def _spread(gram: Tensor) -> float:
+    """About how far eigenvalues are above their mean at most: small for orthogonal layers, whose order is noise."""
+    rest = gram.clone()
+    diagonal = rest.diagonal(dim1=-2, dim2=-1)
+    diagonal.sub_(diagonal.mean(-1, keepdim=True))
+    return float(torch.linalg.matrix_norm(rest).max())
 
 
 def _top_eigenvalue(matrix: Tensor) -> float:

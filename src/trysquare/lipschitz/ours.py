@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trysquare.layers import activations, centering, pooling, residual
+from trysquare.layers import activations, centering, pooling, residual, scaling
 from trysquare.layers.activations import with_slopes_in_unit_interval
 from trysquare.layers.conv import AffineInverse
 from trysquare.layers.fourier import _FourierConvolution, _Plain, _Transposed
@@ -86,6 +86,15 @@ def batch_centering(layer: centering.BatchCentering, shape: Shape) -> float:
     """In eval mode a translation; in training the samples of a batch are mixed."""
     _must_be_in_eval(layer)
     return 1.0
+
+
+@rule(scaling.InputScaling)
+def input_scaling(layer: scaling.InputScaling, shape: Shape) -> float:
+    """Division by the smallest deviation, as it is cast to the dtype of the input."""
+    smallest = float(checked_weight(layer.std.to(input_dtype()), "InputScaling").abs().min())
+    if smallest == 0:
+        raise ValueError("a deviation is 0, so the scaling is not Lipschitz; drop the channel that is constant")
+    return 1 / smallest * _ROUND_UP
 
 
 def _factor(value: float) -> float:
