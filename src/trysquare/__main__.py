@@ -1,0 +1,5 @@
+"""``python -m trysquare``."""
+
+from trysquare.cli import main
+
+raise SystemExit(main())
