@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trysquare.certification import evaluating
 from trysquare.data import Images, Loader, load
 from trysquare.lipschitz import follow_classifier
 from trysquare.losses import Loss, make_loss, margin_for_radius
@@ -48,7 +49,7 @@ def build_loss(recipe: Recipe, model: Classifier, input_shape: tuple[int, ...]) 
     name, options = recipe.loss.name, dict(recipe.loss.options)
 
     def constant() -> float:
-        with torch.no_grad():
+        with evaluating(model), torch.no_grad():
             return follow_classifier(model, input_shape).features_bound
 
     if "lipschitz" in options and options["lipschitz"] is None:

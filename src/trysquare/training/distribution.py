@@ -37,13 +37,13 @@ class World:
 
     def total(self, values: Tensor) -> Tensor:
         """Sum over all processes."""
-        if self.size > 1:
+        if dist.is_initialized():
             dist.all_reduce(values)
         return values
 
     def shared(self, value: T) -> T:
         """What process 0 has."""
-        if self.size == 1:
+        if not dist.is_initialized():
             return value
         box: list[Any] = [value]
         dist.broadcast_object_list(box)
@@ -51,7 +51,7 @@ class World:
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         """The model, with gradients that are averaged over all processes."""
-        return model if self.size == 1 else DistributedDataParallel(model)
+        return DistributedDataParallel(model) if dist.is_initialized() else model
 
 
 def chosen_device(name: str) -> torch.device:
@@ -80,14 +80,13 @@ def joined(device: str = "auto") -> Iterator[World]:
         ValueError: as ``chosen_device``.
     """
     chosen = chosen_device(device)
-    size = int(os.environ.get("WORLD_SIZE", 1))
-    if size == 1:
+    if "WORLD_SIZE" not in os.environ:
         yield World(chosen)
         return
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     try:
-        yield World(chosen, dist.get_rank(), size)
+        yield World(chosen, dist.get_rank(), dist.get_world_size())
     finally:
         dist.destroy_process_group()

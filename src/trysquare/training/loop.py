@@ -27,6 +27,12 @@ from trysquare.training.recipe import Recipe
 from trysquare.training.run import Run, load_run, start_run
 from trysquare.training.step import Gradients
 
+# Of a recipe, when a run is resumed.
+_MAY_CHANGE = (
+    "train.epochs", "train.accumulate", "train.checkpoint_every", "train.device", "data.root", "data.workers",
+    "evaluate.every", "evaluate.batch_size", "evaluate.epsilons",
+)  # fmt: skip
+
 
 class StoppedError(Exception):
     """A run that was asked to stop, and has written a checkpoint."""
@@ -69,8 +75,12 @@ def resume(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = N
         quiet: show nothing.
 
     Raises:
-        ValueError: if there is no checkpoint, it is damaged, or it is that of another model.
+        ValueError: if there is no checkpoint, it is damaged, it is that of another model, or an override is about what
+            the run has been trained with.
     """
+    for key in overrides or {}:
+        if key not in _MAY_CHANGE:
+            raise ValueError(f"{key} cannot change while a run is resumed; what can: {', '.join(_MAY_CHANGE)}")
     run = load_run(path, overrides)
     with joined(run.recipe.train.device) as world:
         training = _Training(build_parts(run.recipe, world), run, quiet)
