@@ -32,5 +32,5 @@ def test_a_folder_that_turns_read_only_meanwhile(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", refuse)
     monkeypatch.setattr(Path, "unlink", refuse)
-    with pytest.raises(OSError, match="cannot write .*file: Permission denied; what was there before is untouched"):
+    with pytest.raises(OSError, match=r"cannot write .*file: Permission denied; what was there before is untouched"):
         write_whole(tmp_path / "file", "new")

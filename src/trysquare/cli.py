@@ -131,7 +131,8 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> None:
         raise ValueError("--resume takes recipe and directory from the run: leave out RECIPE and --out")
     else:
         run = training.resume(options.resume, overrides)
-    print(run.path)
+    if training.leads():
+        print(run.path)
 
 
 def _certify(options: argparse.Namespace, overrides: Overrides) -> None:

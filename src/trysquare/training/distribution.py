@@ -54,6 +54,11 @@ class World:
         return DistributedDataParallel(model) if dist.is_initialized() else model
 
 
+def leads() -> bool:
+    """Whether this process is the first of those that torchrun has started, or the only one."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
 def chosen_device(name: str) -> torch.device:
     """A device by name; ``"auto"`` is the GPU of this process if there is one.
 

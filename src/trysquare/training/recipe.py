@@ -197,9 +197,9 @@ def resolve(content: Mapping[str, Any], overrides: Mapping[str, Any] | None = No
     >>> recipe = ts.training.resolve({"model": {"name": "tiny-digits"}}, {"optimizer.lr": 0.01})
     >>> recipe.optimizer.options["lr"], recipe.train.batch_size
     (0.01, 128)
-    >>> ts.training.resolve({"train": {"epoch": 3}})
+    >>> ts.training.resolve({"evaluate": {"evry": 3}})
     Traceback (most recent call last):
-    ValueError: unknown key of train 'epoch': did you mean 'epochs'? known: epochs, batch_size, accumulate, ...
+    ValueError: unknown key of evaluate 'evry': did you mean 'every'? known: every, batch_size, epsilons
     """
     merged = _with_overrides(as_mapping(content, "a recipe"), overrides or {})
     for key in merged:
