@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trysquare.files import replacing
+from trysquare.files import write_whole
 
 _KEYS = {"factory", "arguments", "state_dict"}
 
@@ -32,12 +33,18 @@ def save_checkpoint(
         arguments: keyword arguments of plain types.
     """
     content = {"factory": factory, "arguments": dict(arguments or {}), "state_dict": model.state_dict()}
-    with replacing(path) as file:
-        torch.save(content, file)
+    write_whole(path, packed(content))
+
+
+def packed(content: Mapping[str, Any]) -> bytes:
+    """What ``torch.save`` writes."""
+    buffer = io.BytesIO()
+    torch.save(dict(content), buffer)
+    return buffer.getvalue()
 
 
 def load_model(source: str | os.PathLike[str]) -> nn.Module:
-    """A model in eval mode, from a checkpoint file or from ``"package.module:factory"``.
+    """A model in eval mode, from a checkpoint file, a run directory, or ``"package.module:factory"``.
 
     The working directory is importable, as with ``python -m``. A checkpoint runs the factory that it names: load only
     files that you trust.
@@ -46,18 +53,39 @@ def load_model(source: str | os.PathLike[str]) -> nn.Module:
         ValueError: if there is no such file or factory, the factory fails, the file is not a checkpoint of ours, or
             its weights do not fit the model that the factory makes.
     """
-    if not Path(source).is_file():
+    path = model_file(source)
+    if path is None:
         return _make(str(source), {}).eval()
-    content = _read(Path(source))
+    content = read_checkpoint(path)
     model = _make(content["factory"], content["arguments"])
     try:
         model.load_state_dict(content["state_dict"])
     except RuntimeError as error:
-        raise ValueError(f"the weights in {source} do not fit what {content['factory']!r} makes: {error}") from error
+        described = f"{content['factory']} with {content['arguments']}"
+        raise ValueError(f"{path} holds weights of another model than {described}: {error}") from error
     return model.eval()
 
 
-def _read(path: Path) -> dict[str, Any]:
+def model_file(source: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint that is meant: a file, or ``model.pt`` in a run directory; ``None`` if it is neither.
+
+    Raises:
+        ValueError: if it is a directory without one.
+    """
+    path = Path(source)
+    if path.is_dir():
+        path /= "model.pt"
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist: {source} is not the directory of a run that has saved a model")
+    return path if path.is_file() else None
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What ``save_checkpoint`` wrote: factory, arguments and weights.
+
+    Raises:
+        ValueError: if it is something else.
+    """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

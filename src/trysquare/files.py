@@ -17,6 +17,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
     If anything goes wrong, an interrupt included, the old file stays as it was. What is no file, such as a pipe, is
     written to directly.
+
+    Raises:
+        OSError: if it cannot be written (disk full, folder read-only); it names the file.
     """
     target = Path(path).resolve()
     if target.exists() and not target.is_file():
@@ -27,10 +30,33 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     try:
         with temporary.open("xb") as file:
             yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, target)
+    except OSError as error:
+        _remove(temporary)
+        reason = f"cannot write {target}: {error.strerror or error}; what was there before is untouched"
+        raise OSError(error.errno, reason) from error
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        _remove(temporary)
         raise
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:  # a folder that turned read-only keeps it; the first error is the one to tell
+        return
+
+
+def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
+    """Write a file in one step: whoever reads it sees the old or the new content, whatever happens meanwhile.
+
+    Raises:
+        OSError: if it cannot be written; it names the file, which is as it was.
+    """
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

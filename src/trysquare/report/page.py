@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from importlib import resources
 from pathlib import Path
 
 from trysquare.data import Images
+from trysquare.files import write_whole
 from trysquare.report import sections, summary
 from trysquare.report.gallery import gallery
 from trysquare.report.markup import Markup, join, tag
@@ -51,7 +50,7 @@ def write_report(
     """
     content = page(read_run(Path(run)), images, why_no_images)
     target = Path(run) / "report.html"
-    _replace(target, content.encode())
+    write_whole(target, content)
     return target
 
 
@@ -110,16 +109,3 @@ def _header(run: Run) -> Markup:
 @cache
 def _style() -> Markup:
     return Markup(resources.files("trysquare.report").joinpath("style.css").read_text(encoding="utf-8"))
-
-
-def _replace(target: Path, content: bytes) -> None:
-    """Write a file in one step: an interrupted write leaves the old one."""
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)  # a report is there to be shown
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -60,8 +60,12 @@ def reason_not_to_show(images: Images, certificate: Certificate) -> str | None:
     return None
 
 
-def recipe_images(run: Path) -> tuple[Images | None, str]:
+def recipe_images(run: Path, root: str | None = None) -> tuple[Images | None, str]:
     """The test images of the data set that the recipe of a run names; or none, and why.
+
+    Args:
+        run: directory of the run.
+        root: where the data is now, if not where the recipe says.
 
     Raises:
         ValueError: if the run has no recipe, or a damaged one.
@@ -73,6 +77,6 @@ def recipe_images(run: Path) -> tuple[Images | None, str]:
     known = DATASETS.get(data["name"])
     size = data.get("size") if known is not None and known.resizable else None
     try:
-        return load(data["name"], data.get("root"), "test", size=size), ""
+        return load(data["name"], root or data.get("root"), "test", size=size), ""
     except (OSError, TypeError, ValueError) as error:
         return None, f"The data set of the recipe could not be read: {error}"
