@@ -1,415 +1,237 @@
-"""Lipschitz constants of functions and tensor methods that a ``forward`` calls.
-
-A rule gets the call with the bound of each argument (how fast it can change with the network's input; 0 for
-constants), and returns the bound of the result.
-"""
+"""Sums, products with constants, reductions, and functions of each number."""
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trysquare.lipschitz.modules import matrix_norm, padding_norm
-from trysquare.lipschitz.registry import NoRuleError, find_rule
-from trysquare.operators import LinearOperator, checked_weight, convolution_axes, given_pads
-from trysquare.spectrum import norm_range
+from trysquare.lipschitz.arguments import Call, Constants, SideBySide, on, shape_of
+from trysquare.lipschitz.factors import copies, each, largest, smallest
+from trysquare.lipschitz.functions.rearrangements import own_dims
+from trysquare.lipschitz.modules import embedding, linear_layer
+from trysquare.lipschitz.registry import NoRuleError
+
+_CONV: dict[int, type[nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_CONV_TRANSPOSE: dict[int, type[nn.Module]] = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of a function or method.
-
-    Attributes:
-        args: positional arguments, the tensor first if it is a method.
-        kwargs: keyword arguments.
-        bounds: same structure as ``args``: the bound of each tensor.
-        keyword_bounds: same for ``kwargs``.
-        result: what the call returned on a batch of zeros.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    bounds: tuple[Any, ...]
-    keyword_bounds: dict[str, Any]
-    result: Any
-
-    def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument given by position or by name."""
-        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
-
-    def bound(self, position: int, name: str) -> Any:
-        """Its bound."""
-        return self.bounds[position] if len(self.bounds) > position else self.keyword_bounds.get(name, 0.0)
-
-    @property
-    def first(self) -> float:
-        """The bound of the first argument, the only one that may depend on the input."""
-        others = flatten_bounds((self.bounds[1:], list(self.keyword_bounds.values())))
-        if any(bound > 0 for bound in others):
-            raise NoRuleError("an argument besides the first depends on the input")
-        return self.bounds[0] if self.bounds else 0.0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the first argument, with the batch."""
-        return tuple(self.args[0].shape)
-
-
-FunctionRule = Callable[[Call], float]
-FUNCTIONS: dict[Any, FunctionRule] = {}
-
-
-def flatten_bounds(bounds: Any) -> Iterable[float]:
-    """All numbers in nested lists, tuples and dictionaries."""
-    if isinstance(bounds, dict):
-        bounds = list(bounds.values())
-    if isinstance(bounds, list | tuple):
-        for part in bounds:
-            yield from flatten_bounds(part)
-    elif isinstance(bounds, float):
-        yield bounds
-
-
-def _on(*targets: Any) -> Callable[[FunctionRule], FunctionRule]:
-    def register(function: FunctionRule) -> FunctionRule:
-        FUNCTIONS.update(dict.fromkeys(targets, function))
-        return function
-
-    return register
-
-
-def _expansion(shape: Iterable[int], result: Iterable[int]) -> float:
-    """Norm of broadcasting one shape to another."""
-    return math.sqrt(math.prod(result) / math.prod(shape))
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(value.shape) if isinstance(value, Tensor) else ()
-
-
-def _largest(value: Any) -> float:
-    """Largest absolute entry of a constant."""
-    entries = torch.as_tensor(value).detach()
-    if not bool(entries.isfinite().all()):
-        raise ValueError("a constant factor is not finite: the network has no Lipschitz constant")
-    return float(entries.abs().to(torch.float64).max())
-
-
-@_on("size", "dim", "numel", torch.numel, "is_floating_point", torch.is_floating_point)
-def constant(call: Call) -> float:
-    """Facts about shapes and types."""
-    return 0.0
-
-
-@_on(getattr)
-def attribute(call: Call) -> float:
-    """Facts about shapes and types, or a transposed matrix."""
-    name = call.args[1]
-    if name in ("shape", "ndim", "dtype", "device", "is_cuda"):
-        return 0.0
-    if name in ("mT", "data"):
-        return call.first
-    raise NoRuleError(f"attribute {name!r} of a tensor has no rule")
-
-
-@_on(
-    "contiguous", "clone", "detach", "to", "float", "double", "half", "bfloat16", "type_as", "abs", "neg", "relu",
-    "relu_", "tanh",
-    "clamp", "clamp_min", "clamp_max", "sin", "cos", "flatten", "view", "reshape", "view_as", "reshape_as", "unflatten",
-    torch.abs, torch.neg, operator.neg, torch.relu, torch.tanh, torch.clamp, torch.sin, torch.cos, torch.flatten,
-    torch.reshape,
-    torch.clone, torch.unflatten, F.relu_, torch.relu_, torch.clamp_min, torch.clamp_max,
+@on(
+    "abs", "abs_", "neg", "neg_", "relu", "relu_", "tanh", "tanh_", "sin", "cos", torch.abs, torch.neg, operator.neg,
+    operator.abs, operator.pos, abs, torch.relu, torch.relu_, F.relu_, torch.tanh, torch.sin, torch.cos,
 )  # fmt: skip
-def unchanged(call: Call) -> float:
-    """1-Lipschitz in each number, or a rearrangement (the follower checks that it keeps samples apart)."""
-    return call.first
+def slope_of_one(call: Call, input: Tensor) -> Constants:
+    """Slopes between -1 and 1."""
+    return 1.0
 
 
-@_on("sigmoid", torch.sigmoid)
-def sigmoid(call: Call) -> float:
+@on("sigmoid", "sigmoid_", torch.sigmoid)
+def sigmoid(call: Call, input: Tensor) -> Constants:
     """Slope at most 1/4."""
-    return 0.25 * call.first
+    return 0.25
 
 
-def _own_dims(call: Call, dims: Any) -> tuple[int, ...]:
-    """Axes as non-negative numbers, none of them the batch."""
-    ndim = len(call.shape)
-    each = (dims,) if isinstance(dims, int) else tuple(dims if dims is not None else range(ndim))
-    own = tuple(dim % ndim for dim in each)
-    if 0 in own:
-        raise NoRuleError(f"dim={dims} mixes the samples of a batch")
-    return own
+@on("clamp", "clamp_", "clip", torch.clamp, torch.clip)
+def clamp(call: Call, input: Tensor, min: Any = None, max: Any = None) -> Constants:
+    """Slopes 0 and 1 between constants."""
+    return 1.0
 
 
-@_on("squeeze", torch.squeeze, "unsqueeze", torch.unsqueeze)
-def axis_of_one(call: Call) -> float:
-    """An axis of size 1 more or less, after the batch."""
-    dim = call.argument(1, "dim", -1)
-    _own_dims(call, [part for part in (dim if isinstance(dim, tuple) else [dim]) if part >= 0])
-    return call.first
+@on("clamp_min", torch.clamp_min)
+def clamp_min(call: Call, input: Tensor, min: Any) -> Constants:
+    """Slopes 0 and 1."""
+    return 1.0
 
 
-@_on("chunk", torch.chunk, "split", torch.split)
-def parts(call: Call) -> float:
-    """Parts of the input along an axis other than the batch."""
-    _own_dims(call, call.argument(2, "dim", 0))
-    return call.first
+@on("clamp_max", torch.clamp_max)
+def clamp_max(call: Call, input: Tensor, max: Any) -> Constants:
+    """Slopes 0 and 1."""
+    return 1.0
 
 
-@_on("unbind", torch.unbind)
-def unbind(call: Call) -> float:
-    """Slices of the input along an axis other than the batch."""
-    _own_dims(call, call.argument(1, "dim", 0))
-    return call.first
+def _copies(call: Call, value: Any) -> float:
+    return copies(shape_of(value), call.result.shape)
 
 
-@_on("permute", torch.permute)
-def permute(call: Call) -> float:
-    """A rearrangement that keeps the batch in front."""
-    dims = call.args[1] if isinstance(call.args[1], list | tuple) else call.args[1:]
-    if dims[0] % len(dims):
-        raise NoRuleError(f"permute{tuple(dims)} moves the batch axis")
-    return call.first
-
-
-@_on("transpose", torch.transpose, "swapaxes", torch.swapaxes, "flip", torch.flip)
-def exchange(call: Call) -> float:
-    """A rearrangement of axes other than the batch."""
-    dims = [*call.args[1:], *call.kwargs.values()]
-    _own_dims(call, [dim for part in dims for dim in (part if isinstance(part, list | tuple) else [part])])
-    return call.first
-
-
-@_on(operator.getitem)
-def getitem(call: Call) -> float:
-    """A slice: part of the input."""
-    if isinstance(call.args[0], tuple | list):
-        bounds = call.bounds[0]
-        return bounds[call.args[1]] if isinstance(bounds, tuple | list) else bounds
-    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-    if not all(part is None or part is Ellipsis or isinstance(part, int | slice) for part in index):
-        raise NoRuleError("indexing with tensors or lists can repeat positions")
-    if index and index[0] is not Ellipsis and index[0] != slice(None):
-        raise NoRuleError("indexing picks samples of a batch")
-    return call.first
-
-
-@_on(
+@on(
     operator.add, operator.sub, operator.iadd, operator.isub, torch.add, torch.sub, torch.subtract, "add", "add_",
-    "sub", "sub_",
+    "sub", "sub_", "subtract",
 )  # fmt: skip
-def add(call: Call) -> float:
-    """Sum or difference: bounds add, each times the norm of its broadcast."""
-    other, alpha = call.argument(1, "other"), abs(call.kwargs.get("alpha", 1))
-    left = call.bounds[0] * _expansion(_shape(call.args[0]), call.result.shape) if call.bounds[0] else 0.0
-    right_bound = call.bound(1, "other")
-    right = right_bound * alpha * _expansion(_shape(other), call.result.shape) if right_bound else 0.0
-    return left + right
+def add(call: Call, input: Any, other: Any, *, alpha: Any = 1) -> Constants:
+    """Sum or difference: changes add up, each times the norm of its broadcast."""
+    return {"input": _copies(call, input), "other": _copies(call, other) * largest(alpha, call.result.dtype)}
 
 
-@_on(operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_")
-def multiply(call: Call) -> float:
+@on(torch.rsub, "rsub")
+def subtract_from(call: Call, input: Any, other: Any, *, alpha: Any = 1) -> Constants:
+    """``other - alpha * input``."""
+    return {"input": _copies(call, input) * largest(alpha, call.result.dtype), "other": _copies(call, other)}
+
+
+@on(operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply")
+def multiply(call: Call, input: Any, other: Any) -> Constants:
     """A constant factor: its largest entry."""
-    factors = [(call.args[0], call.bounds[0]), (call.argument(1, "other"), call.bound(1, "other"))]
-    if all(bound > 0 for _, bound in factors):
+    if call.depends("input") and call.depends("other"):
         raise NoRuleError("two values that depend on the input are multiplied with each other, which is not Lipschitz")
-    (value, bound), (scale, _) = sorted(factors, key=lambda factor: -factor[1])
-    return bound * _largest(scale) * _expansion(_shape(value), call.result.shape)
+    name, value, scale = ("input", input, other) if call.depends("input") else ("other", other, input)
+    return {name: largest(scale, call.result.dtype) * _copies(call, value)}
 
 
-@_on(operator.truediv, operator.itruediv, torch.div, torch.divide, torch.true_divide, "div", "div_")
-def divide(call: Call) -> float:
+@on(operator.truediv, operator.itruediv, torch.div, torch.divide, torch.true_divide, "div", "div_", "divide")
+def divide(call: Call, input: Any, other: Any, *, rounding_mode: str | None = None) -> Constants:
     """A constant divisor: its smallest entry."""
-    divisor = call.argument(1, "other")
-    if call.bound(1, "other") > 0:
+    if call.depends("other"):
         raise NoRuleError("the divisor depends on the input, which is not Lipschitz")
-    if call.kwargs.get("rounding_mode") is not None:
+    if rounding_mode is not None:
         raise NoRuleError("rounding jumps")
-    smallest = float(torch.as_tensor(divisor).detach().abs().to(torch.float64).min())
-    if not smallest > 0:
-        raise ValueError("a constant divisor has a zero or an entry that is not a number: the network is not Lipschitz")
-    return call.bounds[0] / smallest * _expansion(_shape(call.args[0]), call.result.shape)
+    divisor = smallest(other, call.result.dtype)
+    if divisor == 0:
+        raise ValueError("a constant divisor has a zero: the network is not Lipschitz")
+    return 1 / divisor * _copies(call, input)
 
 
-def _joined(call: Call) -> float:
-    bounds = list(flatten_bounds(call.bound(0, "tensors")))
-    return math.sqrt(sum(bound**2 for bound in bounds))
+@on(torch.maximum, torch.minimum, "maximum", "minimum")
+def extremum(call: Call, input: Any, other: Any) -> Constants:
+    """Larger or smaller of two: changes by no more than both side by side."""
+    return SideBySide({"input": _copies(call, input), "other": _copies(call, other)})
 
 
-@_on(torch.cat, torch.concat, torch.stack)
-def concatenate(call: Call) -> float:
-    """The parts side by side: the root of the sum of squares."""
-    dim = call.argument(1, "dim", 0)
-    if dim % call.result.ndim == 0:
-        raise NoRuleError("concatenation along the batch axis")
-    return _joined(call)
-
-
-@_on(torch.maximum, torch.minimum, "maximum", "minimum")
-def extremum(call: Call) -> float:
-    """Larger or smaller of two: changes by no more than both together."""
-    other = call.argument(1, "other")
-    scaled = (
-        (call.bounds[0], _shape(call.args[0])),
-        (call.bound(1, "other"), _shape(other)),
-    )
-    return math.sqrt(sum((b * _expansion(shape, call.result.shape)) ** 2 for b, shape in scaled if b))
-
-
-@_on(torch.max, torch.min, "max", "min")
-def extremum_or_reduction(call: Call) -> float:
+@on(torch.max, torch.min, "max", "min")
+def extremum_or_reduction(call: Call, input: Any, other: Any = None, keepdim: bool = False) -> Constants:
     """The two-tensor form; reductions return indices too, which are not Lipschitz."""
-    if len(call.args) > 1 and isinstance(call.args[1], Tensor):
-        return extremum(call)
+    if isinstance(other, Tensor):
+        return extremum(call, input, other)
     raise NoRuleError("max and min along an axis return indices too; use amax or amin")
 
 
-@_on("amax", "amin", torch.amax, torch.amin)
-def reduced_extremum(call: Call) -> float:
+@on("amax", "amin", torch.amax, torch.amin)
+def reduced_extremum(call: Call, input: Tensor, dim: Any = (), keepdim: bool = False) -> Constants:
     """Largest or smallest along axes: 1-Lipschitz."""
-    _own_dims(call, call.argument(1, "dim"))
-    return call.first
+    own_dims(input, dim if dim != () else None)
+    return 1.0
 
 
-def _reduced(call: Call) -> int:
-    dims = (
-        call.args[1:]
-        if len(call.args) > 2 and all(isinstance(a, int) for a in call.args[1:])
-        else call.argument(1, "dim")
-    )
-    return math.prod(call.shape[dim] for dim in _own_dims(call, dims))
+def _reduced(input: Tensor, dim: Any) -> int:
+    return math.prod(input.shape[axis] for axis in own_dims(input, dim if dim != () else None))
 
 
-@_on("mean", torch.mean)
-def mean(call: Call) -> float:
+@on("mean", torch.mean)
+def mean(call: Call, input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Constants:
     """``n`` numbers to their mean: norm ``1 / sqrt(n)``."""
-    return call.first / math.sqrt(_reduced(call))
+    return 1 / math.sqrt(_reduced(input, dim))
 
 
-@_on("sum", torch.sum)
-def total(call: Call) -> float:
+@on("sum", torch.sum)
+def total(call: Call, input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Constants:
     """``n`` numbers to their sum: norm ``sqrt(n)``."""
-    return call.first * math.sqrt(_reduced(call))
+    return math.sqrt(_reduced(input, dim))
 
 
-@_on("expand", "expand_as", "repeat", "broadcast_to", torch.broadcast_to, "repeat_interleave", torch.repeat_interleave)
-def expand(call: Call) -> float:
-    """Copies: the root of their number."""
-    return call.first * _expansion(call.shape, call.result.shape)
+def _with_weight(layer: Any, weight: Tensor) -> Any:
+    """A layer that was made on the meta device, with its weight: what the function is the forward pass of."""
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    return layer
 
 
-@_on(operator.matmul, torch.matmul, "matmul", "mm", torch.mm)
-def matmul(call: Call) -> float:
-    """Product with a constant matrix: its spectral norm."""
-    bounds = (call.bounds[0], call.bound(1, "other"))
-    if all(bound > 0 for bound in bounds):
-        raise NoRuleError("two values that depend on the input are multiplied with each other (as attention does)")
-    matrix = call.args[0] if bounds[1] > 0 else call.argument(1, "other")
-    if matrix.ndim != 2:
-        raise NoRuleError(f"the constant factor of a matrix product has {matrix.ndim} axes; 2 have a rule")
-    return max(bounds) * matrix_norm(checked_weight(matrix, "a matrix product"))
+def _linear(weight: Tensor, shape: tuple[int, ...]) -> float:
+    layer = _with_weight(nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta"), weight)
+    return float(linear_layer(layer, shape))
 
 
-@_on(F.linear)
-def linear(call: Call) -> float:
+@on(F.linear)
+def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Constants:
     """The spectral norm of the weight."""
-    return call.first * matrix_norm(checked_weight(call.argument(1, "weight"), "linear"))
+    if call.depends("weight"):
+        raise NoRuleError("the weight depends on the input, which is not Lipschitz")
+    return _linear(weight.reshape(-1, weight.shape[-1]), tuple(input.shape[1:]))
 
 
-@_on(F.conv1d, F.conv2d, F.conv3d)
-def convolution(call: Call) -> float:
+@on(operator.matmul, torch.matmul, "matmul")
+def matmul(call: Call, input: Tensor, other: Tensor) -> Constants:
+    """Product with a constant matrix or vector: its spectral norm."""
+    if call.depends("input") and call.depends("other"):
+        raise NoRuleError("two values that depend on the input are multiplied with each other (as attention does)")
+    name, matrix = ("other", input) if call.depends("other") else ("input", other)
+    if matrix.ndim > 2:
+        raise NoRuleError(f"the constant factor of a matrix product has {matrix.ndim} axes; 1 or 2 have a rule")
+    if matrix.ndim == 1:
+        matrix = matrix.unsqueeze(0)
+    return {name: _linear(matrix, (matrix.shape[1],))}
+
+
+@on(torch.mm, "mm")
+def mm(call: Call, input: Tensor, mat2: Tensor) -> Constants:
+    """Product with a constant matrix: its spectral norm."""
+    if call.depends("mat2"):
+        raise NoRuleError("a matrix product from the left mixes the samples of a batch")
+    return _linear(mat2, (mat2.shape[1],))
+
+
+@on(torch.einsum, variadic=True)
+def einsum(call: Call, equation: str, operands: Any) -> Constants:
+    """Refused: it can multiply values with each other."""
+    raise NoRuleError("einsum has no rule; write it as a matrix product with '@'")
+
+
+@on(F.conv1d, F.conv2d, F.conv3d)
+def convolution(
+    call: Call,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Constants:
     """The certified norm of the convolution with a constant weight."""
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-    kernel = checked_weight(given["weight"], "a convolution")
-    dims = kernel.ndim - 2
-
-    def each(name: str) -> tuple[int, ...]:
-        value = given.get(name, 1)
-        return (value,) * dims if isinstance(value, int) else tuple(value) * (dims // len(value))
-
-    dilation = each("dilation")
-    extent = tuple(d * (k - 1) + 1 for d, k in zip(dilation, kernel.shape[2:], strict=True))
-    pads = given_pads(given.get("padding", 0), extent)
-    axes = convolution_axes(call.shape[2:], extent, each("stride"), pads, "zeros")
-    layer = LinearOperator(kernel, dilation, given.get("groups", 1), axes)
-    return call.first * norm_range(layer, lowest=False)[1]
+    if call.depends("weight"):
+        raise NoRuleError("the weight depends on the input, which is not Lipschitz")
+    dims = weight.ndim - 2
+    layer = _CONV[dims](
+        weight.shape[1] * groups, weight.shape[0], tuple(weight.shape[2:]), each(stride, dims),
+        padding if isinstance(padding, str) else each(padding, dims), each(dilation, dims), groups, bias=False,
+        device="meta",
+    )  # fmt: skip
+    return float(linear_layer(_with_weight(layer, weight), tuple(input.shape[1:])))
 
 
-@_on(F.pad)
-def pad(call: Call) -> float:
-    """Constants, or repeated positions."""
-    mode = call.argument(2, "mode", "constant")
-    shape, padding = call.shape, call.argument(1, "pad")
-    if len(padding) >= 2 * len(shape):
-        raise NoRuleError("padding of the batch axis")
-    return call.first if mode == "constant" else call.first * padding_norm(padding, mode, shape[1:])
+@on(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+def transposed_convolution(
+    call: Call,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Constants:
+    """The certified norm of the transposed convolution with a constant weight."""
+    if call.depends("weight"):
+        raise NoRuleError("the weight depends on the input, which is not Lipschitz")
+    dims = weight.ndim - 2
+    layer = _CONV_TRANSPOSE[dims](
+        weight.shape[0], weight.shape[1] * groups, tuple(weight.shape[2:]), each(stride, dims), each(padding, dims),
+        each(output_padding, dims), groups, False, each(dilation, dims), device="meta",
+    )  # fmt: skip
+    return float(linear_layer(_with_weight(layer, weight), tuple(input.shape[1:])))
 
 
-_MODULES: dict[Any, Callable[..., nn.Module]] = {
-    F.relu: nn.ReLU, F.relu6: nn.ReLU6, F.leaky_relu: nn.LeakyReLU, F.elu: nn.ELU, F.selu: nn.SELU, F.celu: nn.CELU,
-    F.gelu: nn.GELU,
-    F.silu: nn.SiLU, F.mish: nn.Mish, F.softplus: nn.Softplus, F.softsign: nn.Softsign, F.hardtanh: nn.Hardtanh,
-    F.hardswish: nn.Hardswish, F.hardsigmoid: nn.Hardsigmoid, F.logsigmoid: nn.LogSigmoid, F.tanhshrink: nn.Tanhshrink,
-    F.softshrink: nn.Softshrink, F.tanh: nn.Tanh, F.sigmoid: nn.Sigmoid, torch.selu: nn.SELU,
-    F.max_pool1d: nn.MaxPool1d, F.max_pool2d: nn.MaxPool2d, F.max_pool3d: nn.MaxPool3d,
-    F.avg_pool1d: nn.AvgPool1d, F.avg_pool2d: nn.AvgPool2d, F.avg_pool3d: nn.AvgPool3d,
-    F.adaptive_avg_pool1d: nn.AdaptiveAvgPool1d, F.adaptive_avg_pool2d: nn.AdaptiveAvgPool2d,
-    F.adaptive_avg_pool3d: nn.AdaptiveAvgPool3d, F.adaptive_max_pool1d: nn.AdaptiveMaxPool1d,
-    F.adaptive_max_pool2d: nn.AdaptiveMaxPool2d, F.adaptive_max_pool3d: nn.AdaptiveMaxPool3d,
-    F.interpolate: nn.Upsample, F.pixel_shuffle: nn.PixelShuffle, F.pixel_unshuffle: nn.PixelUnshuffle,
-    F.channel_shuffle: nn.ChannelShuffle, F.unfold: nn.Unfold,
-}  # fmt: skip
+@on(F.embedding, like=F.embedding)
+def embedding_table(call: Call, input: Tensor, weight: Tensor, max_norm: Any = None, **options: Any) -> Constants:
+    """The norm of the table, see the rule of ``nn.Embedding``."""
+    words, features = weight.shape
+    layer = _with_weight(nn.Embedding(words, features, max_norm=max_norm, device="meta"), weight)
+    return float(embedding(layer, tuple(input.shape[1:])))
 
 
-def _through_module(cls: Callable[..., nn.Module]) -> FunctionRule:
-    """The rule of the module that calls the function with the same arguments."""
-
-    def apply(call: Call) -> float:
-        if call.kwargs.get("antialias"):
-            raise NoRuleError("antialias=True has no rule")
-        kwargs = {
-            name: value for name, value in call.kwargs.items() if name not in ("inplace", "training", "antialias")
-        }
-        allowed = inspect.signature(cls).parameters
-        positional = call.args[1 : 1 + len(allowed)]
-        module = cls(*positional, **kwargs).eval()
-        rule = find_rule(module)
-        assert rule is not None
-        return call.first * float(rule(module, call.shape[1:]))  # type: ignore[arg-type]
-
-    return apply
-
-
-for _function, _cls in _MODULES.items():
-    FUNCTIONS[_function] = _through_module(_cls)
-
-
-@_on(F.softmax, torch.softmax, "softmax")
-def softmax(call: Call) -> float:
-    """At most 1/2, see the rule of ``nn.Softmax``."""
-    _own_dims(call, call.argument(1, "dim"))
-    return 0.5 * call.first
-
-
-@_on(F.log_softmax, torch.log_softmax, "log_softmax")
-def log_softmax(call: Call) -> float:
-    """The root of the number of classes, see the rule of ``nn.LogSoftmax``."""
-    (dim,) = _own_dims(call, call.argument(1, "dim"))
-    return math.sqrt(call.shape[dim]) * call.first
-
-
-@_on(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout)
-def dropout(call: Call) -> float:
-    """Nothing is dropped in eval mode."""
-    if call.argument(2, "training", True):
-        raise NoRuleError("dropout in training mode; call model.eval() and pass training=self.training")
-    return call.first
+@on(F.prelu, torch.prelu, "prelu")
+def prelu(call: Call, input: Tensor, weight: Tensor) -> Constants:
+    """The larger slope of any channel."""
+    return max(1.0, largest(weight, call.result.dtype))
