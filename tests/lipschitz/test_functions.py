@@ -176,7 +176,9 @@ def test_operators_in_place_are_the_same_rules():
 def test_autocast_rounds_the_weights_of_functions():
     weight = torch.full((1, 1), 1 + 2**-8 + 2**-12)  # bfloat16 rounds it up
     rounded = float(weight.bfloat16())
+    down = torch.full((1, 1), 1 + 2**-9)
     assert rounded > float(weight)
+    assert float(down.bfloat16()) < float(down)
     functions = {
         "linear": lambda m, x: F.linear(x, m.w),
         "matmul": lambda m, x: x @ m.w,
@@ -186,7 +188,7 @@ def test_autocast_rounds_the_weights_of_functions():
     for name, function in functions.items():
         with torch.autocast("cpu", torch.bfloat16):
             assert bound(function, (1,), w=weight) >= rounded, name
-            assert bound(function, (1,), w=weight.double()) >= float(weight), name  # autocast leaves float64 alone
+            assert bound(function, (1,), w=down.double()) >= float(down), name  # autocast leaves float64 alone
         assert bound(function, (1,), w=weight) < rounded, name
 
 
