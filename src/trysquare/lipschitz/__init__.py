@@ -8,7 +8,8 @@ from torch import nn
 
 from trysquare.lipschitz import modules as modules  # registers the rules of torch's modules
 from trysquare.lipschitz import ours as ours  # registers those of ours
-from trysquare.lipschitz.follow import Step, follow
+from trysquare.lipschitz.follow import follow
+from trysquare.lipschitz.follower import Step
 from trysquare.lipschitz.lower import lipschitz_lower_bound
 from trysquare.lipschitz.registry import NoRuleError, rule
 

@@ -76,16 +76,15 @@ def _pre_hooks(module: nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
-def refuse_hooks(module: nn.Module, name: str) -> None:
+def refuse_hooks(module: nn.Module) -> None:
     """Refuse hooks, and a ``__call__`` of its own, on a module that is replaced by its rule."""
-    where = f"{type(module).__name__} at {name!r}"
     unknown = [hook for hook in _pre_hooks(module) if not isinstance(hook, _WEIGHT_HOOKS)]
     if unknown or module._forward_hooks:
-        raise NoRuleError(f"{where} has forward hooks, which can change what it computes; remove them first")
+        raise NoRuleError("it has forward hooks, which can change what it computes; remove them first")
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         raise NoRuleError("hooks are registered for all modules, which can change what they compute; remove them first")
     if type(module).__call__ is not nn.Module.__call__:
-        raise NoRuleError(f"{where} overrides __call__, which its rule may not know of; override forward instead")
+        raise NoRuleError("it overrides __call__, which its rule may not know of; override forward instead")
 
 
 def refuse_hooks_around(wrapper: nn.Module) -> None:
