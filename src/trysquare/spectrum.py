@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.layers.conv import _OrthogonalConvolution
-from trysquare.linalg.bounds import any_size_bound, circular_range, normalized, rescaled_up, singular_value_range
+from trysquare.linalg.bounds import (
+    BUDGET,
+    any_size_bound,
+    circular_range,
+    domain_range,
+    normalized,
+    rescaled_up,
+    singular_value_range,
+)
 from trysquare.linalg.lanczos import ExtremeSingularValues, golub_kahan
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF, circular_singular_values, polyphase
 from trysquare.operators import Axis, LinearOperator, read_layer
@@ -20,8 +28,7 @@ from trysquare.operators import Axis, LinearOperator, read_layer
 # certified on.
 _DENSE_ENTRIES = 1 << 25
 _CERTIFIED_SIDE = 1536
-# Real operations that one certified bound may take before it falls back to a coarser grid of frequencies.
-_BUDGET = 4e11
+_BUDGET = BUDGET
 _LANCZOS_STEPS = 200
 _LANCZOS_BYTES = 1 << 30
 
@@ -195,10 +202,8 @@ def _certifiable(operator: LinearOperator) -> bool:
 def _fourier_range(operator: LinearOperator, kernel: Tensor, lowest: bool) -> tuple[float, float]:
     numbers = (operator.stride, operator.dilation, operator.groups)
     coarse = tuple(axis.period // axis.stride for axis in operator.axes)
-    convolution = polyphase(kernel, *numbers)
-    if not coarse or convolution.gram_flops(coarse) <= _BUDGET:
-        return circular_range(convolution, coarse, lowest=lowest)
-    return 0.0, any_size_bound(polyphase(kernel, *numbers, any_size=True), _BUDGET / 8)
+    everywhere = polyphase(kernel, *numbers, any_size=True)
+    return domain_range(polyphase(kernel, *numbers), coarse, everywhere, lowest=lowest, budget=_BUDGET)
 
 
 def _dense_range(operator: LinearOperator, kernel: Tensor, lowest: bool) -> tuple[float, float]:

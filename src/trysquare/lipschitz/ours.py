@@ -25,7 +25,7 @@ from trysquare.layers.sandwich import SandwichAOCConv, SandwichLinear, _Sandwich
 from trysquare.layers.sandwich_fourier import SandwichConv
 from trysquare.layers.shuffle import ChannelShuffle
 from trysquare.layers.sllaoc import SLLAOCBlock
-from trysquare.linalg.bounds import any_size_bound, circular_range, normalized, rescaled_up, singular_value_range
+from trysquare.linalg.bounds import domain_range, normalized, rescaled_up, singular_value_range
 from trysquare.linalg.kernels import adjoint, compose
 from trysquare.linalg.precision import at_least_float32, full_precision
 from trysquare.linalg.rescaling import positive
@@ -35,7 +35,7 @@ from trysquare.lipschitz.follow import follow_part
 from trysquare.lipschitz.modules import linear_layer
 from trysquare.lipschitz.registry import NoRuleError, Shape, find_rule, input_dtype, rule
 from trysquare.operators import LinearOperator, checked_weight, convolution_axes, used_weight
-from trysquare.spectrum import _BUDGET, norm_range
+from trysquare.spectrum import norm_range
 
 _CHUNK_NUMBERS = 1 << 23
 # Distances of kernels below which the quick bound will do.
@@ -216,9 +216,7 @@ def _domain_norm(convolution: Polyphase, coarse: tuple[int, ...]) -> float:
     """Certified norm on a circular domain, or on every domain where that one has too many frequencies."""
     coefficients, exponent = normalized(convolution.coefficients)
     scaled = Polyphase(convolution.positions, coefficients)
-    if scaled.gram_flops(coarse) <= _BUDGET:
-        return rescaled_up(circular_range(scaled, coarse, lowest=False)[1], exponent)
-    return rescaled_up(any_size_bound(scaled, _BUDGET / 4), exponent)
+    return rescaled_up(domain_range(scaled, coarse, scaled, lowest=False)[1], exponent)
 
 
 def _composed(after: Tensor, before: Tensor) -> tuple[Tensor, float]:
