@@ -42,7 +42,7 @@ def rule(*classes: type[nn.Module]) -> Callable[[R], R]:
     The function gets the module and the shape of its input, without the batch (as many shapes as the module has tensor
     inputs), and returns a certified upper bound on the l2 Lipschitz constant: a float, or one for each input (the
     changes of the inputs then add up). It holds for subclasses too, unless they override ``forward``. A later rule
-    replaces an earlier one.
+    replaces an earlier one. Inputs must be given to the module as tensors, by position.
 
     >>> class Erf(nn.Module):
     ...     def forward(self, x):
