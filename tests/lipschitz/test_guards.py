@@ -146,12 +146,14 @@ def test_attributes_that_the_forward_pass_sets_are_put_back():
     def remembers(m, x):
         m.last = x
         m.calls = m.calls + 1
+        m.log.append(m.calls)
         return 2 * x
 
     model = Fn(remembers)
-    model.calls = 0
+    model.calls, model.log = 0, []
     assert ts.lipschitz_bound(model, (4,)) == pytest.approx(2)
     assert model.calls == 0
+    assert model.log == []
     assert not hasattr(model, "last")
 
 
@@ -297,6 +299,8 @@ def test_models_that_cannot_be_read_say_why():
     for model, message in cases:
         with pytest.raises(ValueError, match=message):
             ts.lipschitz_bound(model, (3,))
+    with pytest.raises(TypeError, match="put a function in a module"):
+        ts.lipschitz_bound(torch.relu, (3,))
     for shape in (3, None, (3, 0), (), "3", (2.0,), (True,)):
         with pytest.raises(ValueError, match="input_shape"):
             ts.lipschitz_bound(nn.Linear(3, 3), shape)

@@ -30,8 +30,11 @@ def follow(model: nn.Module, input_shape: Sequence[int]) -> tuple[float, list[St
     Raises:
         NoRuleError: if a module or function has no rule, the forward pass cannot be followed, or is not a fixed
             function of each sample on its own.
+        TypeError: if the model is no module.
         ValueError: if the shape does not fit, or weights are not finite.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}: put a function in a module")
     shape = _checked_shape(input_shape)
     model = _uncompiled(model)
     guards.refuse_unreadable(model)

@@ -8,6 +8,7 @@ can change continuously (``refuse_complex``, ``refuse_jumps``) and of each sampl
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,6 @@ from trysquare.lipschitz.registry import NoRuleError
 _WEIGHT_HOOKS = (SpectralNorm, WeightNorm, BasePruningMethod)
 _CHANCE = (_DropoutNd, nn.RReLU)
 _STATISTICS = (_BatchNorm, BatchCentering)
-_SLOTS = ("_parameters", "_buffers", "_modules")
 
 
 def refuse_unreadable(model: nn.Module) -> None:
@@ -174,9 +174,10 @@ def _put_chance_back(before: tuple[Tensor, Any, Any]) -> None:
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters, buffers and plain attributes of one module."""
+    """Parameters, buffers and plain attributes of one module; sparse ones are not looked into."""
     named = {**module.__dict__, **module._buffers, **module._parameters}
-    return [(name, value) for name, value in named.items() if isinstance(value, Tensor)]
+    tensors = ((name, value) for name, value in named.items() if isinstance(value, Tensor))
+    return [(name, value) for name, value in tensors if is_lazy(value) or value.layout == torch.strided]
 
 
 class _Snapshot:
@@ -185,7 +186,8 @@ class _Snapshot:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module = name, module
         self.attributes = dict(module.__dict__)
-        self.slots = {slot: dict(module.__dict__[slot]) for slot in _SLOTS}
+        held = (value for value in module.__dict__.values() if isinstance(value, list | dict | set))
+        self.containers = [(container, copy.copy(container)) for container in held]
         self.contents = [
             (own, tensor, tensor.detach().clone(), tensor._version) for own, tensor in _own_tensors(module)
         ]
@@ -195,9 +197,9 @@ class _Snapshot:
         attributes = self.module.__dict__
         attributes.clear()
         attributes.update(self.attributes)
-        for slot, held in self.slots.items():
-            attributes[slot].clear()
-            attributes[slot].update(held)
+        for container, held in self.containers:
+            container.clear()
+            container.extend(held) if isinstance(container, list) else container.update(held)
         written = []
         for own, tensor, content, version in self.contents:
             if tensor._version != version or not _same_bits(tensor, content):
@@ -207,7 +209,7 @@ class _Snapshot:
 
 
 def _same_bits(tensor: Tensor, content: Tensor) -> bool:
-    return torch.equal(tensor.isnan(), content.isnan()) and torch.equal(tensor.nan_to_num(), content.nan_to_num())
+    return torch.equal(*(part.detach().reshape(-1).view(torch.uint8) for part in (tensor, content)))
 
 
 @contextmanager

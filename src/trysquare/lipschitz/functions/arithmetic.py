@@ -101,7 +101,9 @@ def extremum(call: Call, input: Any, other: Any) -> Constants:
 
 
 @on(torch.max, torch.min, "max", "min")
-def extremum_or_reduction(call: Call, input: Any, other: Any = None, keepdim: bool = False) -> Constants:
+def extremum_or_reduction(
+    call: Call, input: Any, other: Any = None, keepdim: bool = False, *, dim: Any = None
+) -> Constants:
     """The two-tensor form; reductions return indices too, which are not Lipschitz."""
     if isinstance(other, Tensor):
         return extremum(call, input, other)

@@ -27,6 +27,23 @@ def fact(call: Call, input: Tensor, dim: int | None = None) -> Constants:
     return None
 
 
+@on(torch.zeros_like, torch.ones_like, "new_zeros", "new_ones", variadic=True)
+def constant_like(
+    call: Call,
+    input: Tensor,
+    size: Any = (),
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    layout: Any = None,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: Any = None,
+) -> Constants:
+    """Constants with the shape or type of a value."""
+    return None
+
+
 @on(getattr)
 def attribute(call: Call, input: Any, name: str) -> Constants:
     """Facts about shapes and types, or a transposed matrix."""
