@@ -28,7 +28,7 @@ from trysquare.lipschitz.factors import (
     sizes_of,
 )
 from trysquare.lipschitz.registry import NoRuleError, Shape, rule
-from trysquare.operators import checked_weight
+from trysquare.operators import checked_weight, used_weight
 from trysquare.spectrum import spectral_norm_bound
 
 # Softplus is a line past its threshold; from here on it jumps there by less than 2.1e-9 / beta.
@@ -107,8 +107,9 @@ def softplus(layer: nn.Softplus, shape: Shape) -> float:
 
 @rule(nn.PReLU)
 def prelu(layer: nn.PReLU, shape: Shape) -> float:
-    """The larger slope of any channel."""
-    return max(1.0, float(checked_weight(layer.weight, "PReLU").abs().max()))
+    """The larger slope of any channel, as it is or as autocast rounds it on some devices."""
+    slopes = torch.stack((checked_weight(layer.weight, "PReLU"), used_weight(layer)))
+    return max(1.0, float(slopes.abs().max()))
 
 
 @rule(nn.Softmax, nn.Softmin)
