@@ -295,7 +295,9 @@ def used_weight(layer: nn.Module) -> Tensor:
         if isinstance(hook, SpectralNorm) and hook.name == "weight":
             weight = hook.compute_weight(layer, do_power_iteration=False)
     device = weight.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    # Autocast leaves float64 alone.
+    casts = weight.dtype != torch.float64 and torch.amp.is_autocast_available(device)
+    if casts and torch.is_autocast_enabled(device):
         weight = weight.to(torch.get_autocast_dtype(device))
     return checked_weight(weight, type(layer).__name__)
 

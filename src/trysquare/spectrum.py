@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from trysquare.layers.conv import _OrthogonalConvolution
 from trysquare.linalg.bounds import (
+    BUDGET,
     SingularValueRange,
     any_size_bound,
     circular_range,
+    domain_range,
     normalized,
     rescaled,
     rescaled_down,
@@ -34,8 +36,7 @@ _CERTIFIED_SIDE = 1536
 # random 3x3 kernels with zero padding its bound is 1.50 times the norm on 2x2 positions, 1.10 on 4x4, 1.04 on 6x6.
 _SMALL_MAP = 49
 _SMALL_MAP_SIDE = 4096
-# Real operations that one certified bound may take before it falls back to a coarser grid of frequencies.
-_BUDGET = 4e11
+_BUDGET = BUDGET
 _LANCZOS_STEPS = 200
 _LANCZOS_BYTES = 1 << 30
 
@@ -242,10 +243,8 @@ def _certifiable(operator: LinearOperator) -> bool:
 
 
 def _fourier_range(operator: LinearOperator, lowest: bool) -> SingularValueRange:
-    convolution, coarse = _polyphase(operator), _coarse(operator)
-    if not coarse or convolution.gram_flops(coarse) <= _BUDGET:
-        return circular_range(convolution, coarse, lowest=lowest)
-    return SingularValueRange(0.0, any_size_bound(_polyphase(operator, any_size=True), _BUDGET / 8), 0.0)
+    everywhere = _polyphase(operator, any_size=True)
+    return domain_range(_polyphase(operator), _coarse(operator), everywhere, lowest=lowest, budget=_BUDGET)
 
 
 def _dense_range(operator: LinearOperator, lowest: bool) -> SingularValueRange:

@@ -244,7 +244,7 @@ def test_what_the_theorems_do_not_cover_raises():
             ts.lipschitz_bound(layer, MAP)
     hooked = nn.Sequential(nn.Identity())
     hooked[0].register_forward_hook(lambda module, args, out: 5 * out)
-    with pytest.raises(NoRuleError, match=r"LearnableResidual at '0'.*hooks"):
+    with pytest.raises(NoRuleError, match=r"LearnableResidual at 'model'.*hooks"):
         ts.lipschitz_bound(ts.LearnableResidual(hooked), MAP)
 
     class Louder(ts.GlobalMaxPool):

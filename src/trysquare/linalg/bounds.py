@@ -33,6 +33,8 @@ _WIDE_MARGIN = 5e-4
 _WIDE = 128
 _POWER_STEPS = 8
 _LANCZOS_STEPS = 64
+# Real operations that one certified bound may take before it falls back to a coarser grid of frequencies.
+BUDGET = 4e11
 # Squared norms next to which float64 underflows.
 _NEGLIGIBLE = 1e-200
 # Taps of a kernel that Gram iteration may grow to, times its channels squared.
@@ -227,6 +229,28 @@ def circular_range(convolution: Polyphase, sizes: tuple[int, ...], *, lowest: bo
     blocks = FrequencyBlocks(convolution, convolution.distinct(sizes))
     chunks = (block for block, _ in blocks.chunks("certified bound"))
     return singular_value_range(chunks, blocks.rounding, lowest=lowest)
+
+
+def domain_range(
+    convolution: Polyphase,
+    sizes: tuple[int, ...],
+    everywhere: Polyphase,
+    *,
+    lowest: bool = True,
+    budget: float = BUDGET,
+) -> SingularValueRange:
+    """``circular_range``, or the bound that holds for every domain where this one has too many frequencies.
+
+    Args:
+        convolution: see ``circular_range``.
+        sizes: see ``circular_range``.
+        everywhere: a convolution with the same supremum over all frequencies, for the bound on every domain.
+        lowest: see ``circular_range``.
+        budget: real operations that may be spent on the domain.
+    """
+    if not sizes or convolution.gram_flops(sizes) <= budget:
+        return circular_range(convolution, sizes, lowest=lowest)
+    return SingularValueRange(0.0, any_size_bound(everywhere, budget / 8), 0.0)
 
 
 def any_size_bound(convolution: Polyphase, budget: float) -> float:
