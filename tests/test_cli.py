@@ -87,7 +87,7 @@ def test_errors_are_one_line(elsewhere, capsys):
         ("empty.pt", "truncated or not a checkpoint"),
         ("cut.pt", "truncated or not a checkpoint"),
         ("three.pt", "factory=3, which must be a str"),
-        ("misfit.pt", "do not fit what 'tests.test_cli:small' makes"),
+        ("misfit.pt", "holds weights of another model than tests.test_cli:small"),
         ("somebodys_model:broken", "'somebodys_model:broken' failed: RuntimeError: no such device"),
         ("somebodys_model:missing", "'somebodys_model:missing' failed: KeyError: 'width'"),
         ("unfinished:build", "cannot import 'unfinished:build': SyntaxError"),

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -28,6 +29,8 @@ from trysquare.layers.heads import UnitNormLinear
 from trysquare.layers.linear import OrthoLinear
 from trysquare.linalg.precision import full_precision
 
+# Torch's hooks that set the weight before each pass.
+WEIGHT_HOOKS = (WeightNorm, SpectralNorm, BasePruningMethod)
 _KNOWN_FORWARD = {
     cls.forward
     for cls in (
@@ -273,7 +276,7 @@ def _refuse_hooks(layer: nn.Module) -> None:
     """Refuse hooks that can change what the layer computes, except those of torch that set the weight."""
     before = (*layer._forward_pre_hooks.values(), *torch_module._global_forward_pre_hooks.values())
     after = (*layer._forward_hooks.values(), *torch_module._global_forward_hooks.values())
-    unknown = [hook for hook in before if not isinstance(hook, WeightNorm | SpectralNorm)] + list(after)
+    unknown = [hook for hook in before if not isinstance(hook, WEIGHT_HOOKS)] + list(after)
     if unknown:
         names = ", ".join(getattr(hook, "__name__", type(hook).__name__) for hook in unknown)
         raise ValueError(
@@ -285,8 +288,8 @@ def _refuse_hooks(layer: nn.Module) -> None:
 def used_weight(layer: nn.Module) -> Tensor:
     """The weight after the casts that the forward pass makes, in float64 on the CPU.
 
-    The hooks of torch's ``weight_norm`` and ``spectral_norm`` set it before each pass, so until then the attribute is
-    the one of the pass before: they are asked for it.
+    The hooks of torch's ``weight_norm``, ``spectral_norm`` and pruning set it before each pass, so until then the
+    attribute is the one of the pass before: they are asked for it.
     """
     weight: Any = layer.weight
     for hook in layer._forward_pre_hooks.values():
@@ -294,6 +297,8 @@ def used_weight(layer: nn.Module) -> Tensor:
             weight = hook.compute_weight(layer)
         if isinstance(hook, SpectralNorm) and hook.name == "weight":
             weight = hook.compute_weight(layer, do_power_iteration=False)
+        if isinstance(hook, BasePruningMethod) and hook._tensor_name == "weight":
+            weight = hook.apply_mask(layer)
     device = weight.device.type
     # Autocast leaves float64 alone.
     casts = weight.dtype != torch.float64 and torch.amp.is_autocast_available(device)

@@ -23,16 +23,13 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from trysquare.layers.centering import BatchCentering
 from trysquare.lipschitz.memory import tensors
 from trysquare.lipschitz.registry import NoRuleError
+from trysquare.operators import WEIGHT_HOOKS
 
-# Torch's hooks that set the weight before each pass: a rule is asked after it.
-_WEIGHT_HOOKS = (SpectralNorm, WeightNorm, BasePruningMethod)
 _CHANCE = (_DropoutNd, nn.RReLU)
 _STATISTICS = (_BatchNorm, BatchCentering)
 
@@ -78,7 +75,7 @@ def _pre_hooks(module: nn.Module) -> list[Any]:
 
 def refuse_hooks(module: nn.Module) -> None:
     """Refuse hooks, and a ``__call__`` of its own, on a module that is replaced by its rule."""
-    unknown = [hook for hook in _pre_hooks(module) if not isinstance(hook, _WEIGHT_HOOKS)]
+    unknown = [hook for hook in _pre_hooks(module) if not isinstance(hook, WEIGHT_HOOKS)]
     if unknown or module._forward_hooks:
         raise NoRuleError("it has forward hooks, which can change what it computes; remove them first")
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
