@@ -49,6 +49,11 @@ def alone(block: Callable[..., nn.Module]) -> Make:
     return make
 
 
+def odd(convolution: Make) -> Make:
+    """The next odd kernel size in the place of an even one, which skew kernels do not have."""
+    return lambda channels, outputs, size, stride, groups: convolution(channels, outputs, size | 1, stride, groups)
+
+
 BLOCKS: dict[str, Make] = {
     "SLL block": behind(ts.SLLBlock2d),
     "CPL block": behind(ts.CPLBlock2d),
@@ -61,6 +66,7 @@ BLOCKS: dict[str, Make] = {
 def methods() -> dict[str, Make]:
     """All of ours, then the peer's that are installed."""
     made = {name: ours(name) for name in ts.METHODS} | {name: fourier(name) for name in RESPONSES} | BLOCKS
+    made["soc"] = odd(made["soc"])
     return {**made, **PEERS} if peers.installed() else made
 
 

@@ -106,7 +106,7 @@ def _stepper(model: nn.Module, task: Task) -> Callable[[float], float]:
         loss = loss_of(model(images), labels)
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return loss.item()
 
     return step
 
