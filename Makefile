@@ -1,5 +1,5 @@
 # Two commands do everything on a machine with python3, make and git:
-#   make demo    install into .venv, then train a small network and show that its layers are orthogonal
+#   make demo    install into .venv, then train, certify, attack, audit and export a small network
 #   make test    install into .venv with the development tools, then lint, check types, test
 # and for those who want to know what it costs, with the paper's library beside it (hours, or minutes):
 #   make bench   measure everything on this machine and write docs/benchmarks.md; DATA=folder of CIFAR-10
@@ -17,7 +17,7 @@ EXAMPLES = $(BIN)/python -m pytest --cov --cov-append --cov-report=term:skip-cov
 .PHONY: demo test test-all lint types bench bench-quick clean
 
 demo: $(VENV)/.installed
-	$(BIN)/python examples/first_network.py
+	$(BIN)/python examples/demo.py
 
 test: lint types
 	$(BIN)/python -m pytest -n 2 -m "not slow" --cov --cov-report= tests
@@ -46,7 +46,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(INPUTS) | $(BIN)/python
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[plot,train]'
 	touch $@
 
 $(VENV)/.installed-dev: $(INPUTS) | $(BIN)/python

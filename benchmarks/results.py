@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import tempfile
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 import trysquare as ts
+from trysquare.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks" / "results"
@@ -73,11 +73,7 @@ def default_path(command: str, quick: bool) -> Path:
 def write(content: Any, path: Path) -> None:
     """Write JSON so that the file is the old one or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:

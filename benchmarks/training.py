@@ -1,4 +1,4 @@
-"""A training loop for a fixed number of steps or seconds, from public pieces."""
+"""A training loop for a fixed number of steps or seconds (recipes count epochs), from public pieces."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Orthogonal and 1-Lipschitz layers for PyTorch: exact, fast and easy to check."""
 
-from trysquare import attacks, data, linalg, lipschitz, losses, models
+from trysquare import attacks, data, linalg, lipschitz, losses, models, training
 from trysquare.auditing import AuditReport, audit
 from trysquare.certification import Certificate, certified_radius, certify
 from trysquare.checkpoint import load_model, save_checkpoint
@@ -208,4 +208,5 @@ __all__ = [
     "singular_values",
     "spectral_norm_bound",
     "to_torch",
+    "training",
 ]

@@ -4,36 +4,111 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
-from trysquare.auditing import AuditReport, audit
+from trysquare import training
+from trysquare.auditing import audit
 from trysquare.checkpoint import load_model
-from trysquare.plotting import plot_spectra
+from trysquare.export import FORMATS
+from trysquare.files import check_writable, replacing
+from trysquare.plotting import check_picture, plot_spectra
+from trysquare.report import recipe_images, write_report
+
+Overrides = Mapping[str, Any]
+
+_FAILED, _INTERRUPTED = 1, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``trysquare`` with the given arguments; the exit code."""
-    options = _parser().parse_args(arguments)
+    """Run ``trysquare`` with the given arguments; the exit code: 1 after an error, 130 after an interrupt."""
     try:
-        _audit(options)
-    except (ValueError, TypeError, OSError) as error:
-        print(f"trysquare: {error}", file=sys.stderr)
-        return 1
+        left, overrides = training.split_overrides(sys.argv[1:] if arguments is None else arguments)
+        options = _parser().parse_args(left)
+        options.run(options, overrides)
+    except training.StoppedError as stopped:
+        return _fail(str(stopped), _INTERRUPTED)
+    except KeyboardInterrupt:
+        return _fail("interrupted", _INTERRUPTED)
+    except (ValueError, TypeError, OSError, ImportError, ArithmeticError, AssertionError) as error:
+        return _fail(str(error), _FAILED)
+    except Exception as error:  # of somebody else's model, so the type is part of what happened
+        return _fail(f"{type(error).__name__}: {error}", _FAILED)
     return 0
+
+
+def _fail(message: str, code: int) -> int:
+    """Say on one line what failed."""
+    print(f"trysquare: {' '.join(message.split())}", file=sys.stderr)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="trysquare", description="Orthogonal and 1-Lipschitz networks.")
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("audit", help="check a network layer by layer, and bound its Lipschitz constant")
-    command.add_argument("model", metavar="MODEL", help="checkpoint file, or package.module:factory")
-    command.add_argument(
-        "--input-shape", type=_shape, required=True, metavar="C,H,W", help="one input, without the batch"
-    )
+    _command(commands, "recipes", _recipes, "list the recipes of the package")
+    _add_train(commands)
+    _add_certify(commands)
+    _add_attack(commands)
+    _add_audit(commands)
+    _add_export(commands)
+    _add_run(_command(commands, "report", _report, "write a run as one HTML page with pictures"))
+    return parser
+
+
+def _command(commands: Any, name: str, run: Callable[..., None], summary: str, **more: Any) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary, **more)
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_train(commands: Any) -> None:
+    command = _command(
+        commands, "train", _train, "train by a recipe",
+        epilog="Values of the recipe are overridden by name: --data.root DIR --train.epochs 20 --optimizer.lr 0.01",
+    )  # fmt: skip
+    command.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a recipe, or a YAML file; default digits")
+    command.add_argument("--out", type=Path, metavar="DIR", help="directory of the run; default runs/RECIPE-DATE-TIME")
+    command.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in this directory")
+
+
+def _add_certify(commands: Any) -> None:
+    command = _command(commands, "certify", _certify, "certify the test images of a run")
+    _add_run(command)
+    _add_samples(command)
+
+
+def _add_attack(commands: Any) -> None:
+    command = _command(commands, "attack", _attack, "attack the test images of a run, inside of certified radii too")
+    _add_run(command)
+    command.add_argument("--attack", choices=list(training.ATTACKS), default="pgd", help="default pgd")
+    _add_samples(command)
+
+
+def _add_audit(commands: Any) -> None:
+    command = _command(commands, "audit", _audit, "check a network layer by layer, and bound its Lipschitz constant")
+    command.add_argument("model", metavar="MODEL", help="directory of a run, checkpoint, or package.module:factory")
+    command.add_argument("--input-shape", type=_shape, metavar="C,H,W", help="one input; a run knows its own")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     command.add_argument("--plot", type=Path, metavar="FILE", help="write the spectra as a picture")
-    return parser
+
+
+def _add_export(commands: Any) -> None:
+    command = _command(commands, "export", _export, "write the model of a run as a file that needs nothing of ours")
+    _add_run(command)
+    command.add_argument("--format", choices=list(FORMATS), default="torch", help="default torch")
+
+
+def _add_run(command: argparse.ArgumentParser) -> None:
+    command.add_argument("path", type=Path, metavar="RUN", help="directory of the run")
+    command.epilog = "Data that has moved since: --data.root DIR"
+
+
+def _add_samples(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--samples", type=int, metavar="N", help="images, evenly spread; default all")
+    command.add_argument("--epsilons", type=_radius, nargs="+", metavar="R", help="radii, such as 0.5 or 36/255")
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -46,16 +121,74 @@ def _shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def _audit(options: argparse.Namespace) -> None:
-    report = audit(load_model(options.model), options.input_shape, spectra=options.plot is not None)
+def _radius(text: str) -> float:
+    try:
+        return float(Fraction(text))
+    except (ValueError, ZeroDivisionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a radius, such as 0.5 or 36/255") from error
+
+
+def _recipes(options: argparse.Namespace, overrides: Overrides) -> None:
+    found = training.recipes()
+    width = max(map(len, found))
+    for name, summary in found.items():
+        print(f"{name:<{width}}  {summary}")
+
+
+def _train(options: argparse.Namespace, overrides: Overrides) -> None:
+    if options.resume is None:
+        run = training.train(training.read_recipe(options.recipe or "digits", overrides), options.out)
+    elif options.recipe or options.out:
+        raise ValueError("--resume takes recipe and directory from the run: leave out RECIPE and --out")
+    else:
+        run = training.resume(options.resume, overrides)
+    if training.leads():
+        print(run.path)
+
+
+def _certify(options: argparse.Namespace, overrides: Overrides) -> None:
+    run = training.load_run(options.path, overrides)
+    _show(training.certify_run(run, samples=options.samples, epsilons=options.epsilons))
+    print(f"written to {run.path / 'certificate.json'}")
+
+
+def _attack(options: argparse.Namespace, overrides: Overrides) -> None:
+    run = training.load_run(options.path, overrides)
+    report = training.attack_run(run, attack=options.attack, samples=options.samples, epsilons=options.epsilons)
+    _show(report)
+    print(f"written to {run.path / 'attack.json'}")
+    report.check()
+
+
+def _audit(options: argparse.Namespace, overrides: Overrides) -> None:
+    if options.json is not None:
+        check_writable(options.json)
+    if options.plot is not None:
+        check_picture(options.plot)
+    spectra = options.plot is not None
+    if options.input_shape is None:
+        report = training.audit_run(training.load_run(options.model, overrides), spectra=spectra)
+    else:
+        report = audit(load_model(options.model), options.input_shape, spectra=spectra)
     _show(report)
     if options.json is not None:
-        options.json.write_text(report.to_json() + "\n")
+        with replacing(options.json) as file:
+            file.write(f"{report.to_json()}\n".encode())
     if options.plot is not None:
         plot_spectra(report, options.plot)
 
 
-def _show(report: AuditReport) -> None:
+def _report(options: argparse.Namespace, overrides: Overrides) -> None:
+    images, why = recipe_images(options.path, overrides.get("data.root"))
+    print(write_report(options.path, images, why_no_images=why))
+
+
+def _export(options: argparse.Namespace, overrides: Overrides) -> None:
+    path, difference = training.export_run(training.load_run(options.path, overrides), options.format)
+    print(f"{path}\nread back and compared: outputs differ by at most {difference:.1e}")
+
+
+def _show(report: object) -> None:
     """A table with colours where ``rich`` is installed and somebody looks, plain text otherwise."""
     if sys.stdout.isatty():
         try:

@@ -1,13 +1,21 @@
-"""Models in plain torch."""
+"""Models in plain torch, and in files that need nothing of ours."""
 
 from __future__ import annotations
 
 import copy
+import io
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
+
+from trysquare.files import write_whole
 
 
 def to_torch(model: nn.Module, *, keep: tuple[type[nn.Module], ...] = ()) -> nn.Module:
@@ -63,3 +71,93 @@ def _fix(module: Any, values: dict[str, torch.Tensor]) -> None:
     del module._modules["parametrizations"]
     for name, value in values.items():
         module.register_parameter(name, nn.Parameter(value))
+
+
+FORMATS = {"torch": "model.pt2", "onnx": "model.onnx"}
+"""File formats that need nothing of ours to run, with the usual name of a file."""
+
+# Largest difference of outputs at which a file counts as the same function.
+_SAME = 1e-5
+
+
+def export(model: nn.Module, path: str | os.PathLike[str], example: Tensor, file_format: str = "torch") -> float:
+    """Write a model as a file that runs without this library, read it back, and compare both.
+
+    Args:
+        model: any model; it is exported in eval mode with the weights that it has now.
+        path: the file. It appears when it is complete and has been compared.
+        example: a batch of inputs, of at least 2. The file takes any number of them.
+        file_format: ``"torch"`` (``torch.export.load(path).module()`` runs it) or ``"onnx"``.
+
+    Returns:
+        The largest difference of outputs on the example.
+
+    Raises:
+        ValueError: if the format is not known, or the outputs differ by more than 1e-5 (times the largest output, where
+            that is above 1).
+        ImportError: if the packages for ONNX are not installed.
+        OSError: if the file cannot be written.
+
+    >>> from tempfile import mkdtemp
+    >>> model = nn.Sequential(nn.Flatten(), OrthoLinear(64, 10))
+    >>> ts.export.export(model, mkdtemp() + "/model.pt2", torch.rand(2, 1, 8, 8)) < 1e-5
+    True
+    """
+    if file_format not in FORMATS:
+        raise ValueError(f"format {file_format!r} must be one of {', '.join(map(repr, FORMATS))}")
+    plain = to_torch(model).eval().requires_grad_(False)
+    content, run = (_as_program if file_format == "torch" else _as_onnx)(plain, example)
+    with torch.no_grad():
+        training = {module: module.training for module in model.modules()}
+        wanted = model.eval()(example)
+        for module, mode in training.items():
+            module.training = mode
+    difference = float((run(example) - wanted).abs().max())
+    limit = _SAME * max(1.0, float(wanted.abs().max()))
+    if not difference <= limit:
+        raise ValueError(f"the exported model differs by {difference:.1e} from the original, more than {limit:.1e}")
+    write_whole(path, content)
+    return difference
+
+
+Exported = tuple[bytes, Callable[[Tensor], Tensor]]
+"""Content of a file, and the function in it."""
+
+
+def _as_program(model: nn.Module, example: Tensor) -> Exported:
+    buffer = io.BytesIO()
+    torch.export.save(_traced(model, example), buffer)
+    content = buffer.getvalue()
+    return content, torch.export.load(io.BytesIO(content)).module()
+
+
+def _traced(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
+    shapes = ({0: torch.export.Dim("batch")},)
+    return torch.export.export(model, (example,), dynamic_shapes=shapes, strict=False)
+
+
+def _as_onnx(model: nn.Module, example: Tensor) -> Exported:
+    try:
+        import onnxruntime  # type: ignore[import-untyped, import-not-found]
+        import onnxscript  # type: ignore[import-untyped, import-not-found]  # noqa: F401
+    except ImportError as error:
+        raise ImportError("ONNX needs onnx, onnxscript and onnxruntime: pip install 'trysquare[export]'") from error
+    with _quiet():
+        program: Any = torch.onnx.export(_traced(model, example), dynamo=True, verbose=False)
+    content = program.model_proto.SerializeToString()
+    session = onnxruntime.InferenceSession(content)
+    name = session.get_inputs()[0].name
+    return content, lambda images: torch.from_numpy(session.run(None, {name: images.numpy()})[0])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the exporter says about its own future, and about packages that it does not need."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

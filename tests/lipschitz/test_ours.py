@@ -244,7 +244,7 @@ def test_what_the_theorems_do_not_cover_raises():
             ts.lipschitz_bound(layer, MAP)
     hooked = nn.Sequential(nn.Identity())
     hooked[0].register_forward_hook(lambda module, args, out: 5 * out)
-    with pytest.raises(NoRuleError, match=r"LearnableResidual at '0'.*hooks"):
+    with pytest.raises(NoRuleError, match=r"LearnableResidual at 'model'.*hooks"):
         ts.lipschitz_bound(ts.LearnableResidual(hooked), MAP)
 
     class Louder(ts.GlobalMaxPool):
@@ -313,4 +313,4 @@ def test_blocks_are_rows_of_the_audit():
     assert "certified_radii" in str(report)
     residual = ts.audit(nn.Sequential(ts.ConcatResidual(doubled(2))), MAP).layers[0]
     assert residual.verdict == "amplifies"
-    assert residual.remark == "its branch has the bound 2: audit that with input_shape (2, 6, 6)"
+    assert residual.remark == "its branch has the bound 2: see the rows of its layers"

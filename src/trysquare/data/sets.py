@@ -87,3 +87,41 @@ def require_labels(labels: Tensor, classes: int, source: object) -> None:
             f"{source}: expected labels from 0 to {classes - 1}, found {int(labels[row])} for image {row} "
             f"({len(wrong)} of {len(labels)} labels are out of range)"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some of the images of a set.
+
+    Args:
+        images: the set.
+        rows: places in it, int64 ``(n,)``.
+    """
+
+    images: Images
+    rows: Tensor
+
+    @property
+    def labels(self) -> Tensor:
+        """Classes of these images."""
+        return self.images.labels[self.rows]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes of the whole set."""
+        return self.images.classes
+
+    @property
+    def white(self) -> int:
+        """The pixel value that becomes 1 in a batch."""
+        return self.images.white
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        return self.images[int(self.rows[row])]
+
+    def stack(self, rows: Tensor) -> Tensor:
+        """Images of these rows, uint8 ``(len(rows), c, h, w)``."""
+        return self.images.stack(self.rows[rows])

@@ -140,7 +140,7 @@ def adjoint(kernel: Tensor, groups: int = 1, *, dims: int | None = None) -> Tens
     if groups < 1 or kernel.shape[outputs] % groups:
         raise ValueError(f"{kernel.shape[outputs]} output channels cannot be split into groups={groups}")
     swapped = kernel.unflatten(outputs, (groups, -1)).transpose(outputs + 1, outputs + 2).flatten(outputs, outputs + 1)
-    return swapped.flip(tuple(range(outputs + 2, kernel.ndim)))
+    return swapped.flip(tuple(range(outputs + 2, kernel.ndim))).conj()
 
 
 def identity(channels: int, dims: int, like: Tensor) -> Tensor:

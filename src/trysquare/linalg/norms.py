@@ -1,4 +1,4 @@
-"""Upper bounds of norms that hold for certain, and that gradients pass through."""
+"""Upper bounds of norms that gradients pass through, for parametrizations; ``bounds`` adds rounding and certifies."""
 
 from __future__ import annotations
 
@@ -50,8 +50,10 @@ def _gram_iteration(kernel: Tensor, squarings: int, dims: int, norm: Callable[[T
 def gram_norm_bound(matrix: Tensor, squarings: int = _SQUARINGS) -> Tensor:
     """Upper bound of the largest singular value by Gram iteration, the norm of the power by that of Frobenius.
 
+    ``trysquare.linalg.bounds.gram_bound`` is this in float64, with the rounding added.
+
     Args:
-        matrix: ``(..., n, m)``.
+        matrix: ``(..., n, m)``, real or complex.
         squarings: number ``t`` of squarings; the bound is at most ``min(n, m)^(1 / 2^(t + 2))`` times the norm.
 
     Returns:

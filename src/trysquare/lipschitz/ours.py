@@ -25,48 +25,40 @@ from trysquare.layers.sandwich import _ExplicitSandwich, _Sandwich
 from trysquare.layers.sandwich_fourier import _FourierSandwich
 from trysquare.layers.shuffle import ChannelShuffle
 from trysquare.layers.sllaoc import _FusedBlock
-from trysquare.linalg.bounds import any_size_bound, circular_range, normalized, rescaled_up, singular_value_range
+from trysquare.linalg.bounds import domain_range, normalized, rescaled_up, singular_value_range
 from trysquare.linalg.kernels import adjoint
 from trysquare.linalg.precision import at_least_float32, full_precision
 from trysquare.linalg.rescaling import positive
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF, Polyphase, polyphase
+from trysquare.lipschitz.factors import ROUND_UP, axis_norm, constant, factor, matrix_norm, most_windows, own_axis
 from trysquare.lipschitz.follow import follow_part
-from trysquare.lipschitz.modules import (
-    _ROUND_UP,
-    _constant,
-    _most_windows,
-    _must_be_in_eval,
-    _own_axis,
-    axis_norm,
-    linear_layer,
-    matrix_norm,
-)
+from trysquare.lipschitz.modules import linear_layer
 from trysquare.lipschitz.registry import NoRuleError, Shape, find_rule, input_dtype, rule
 from trysquare.operators import LinearOperator, checked_weight, convolution_axes, used_weight
-from trysquare.spectrum import _BUDGET, norm_range
+from trysquare.spectrum import norm_range
 
 _CHUNK_NUMBERS = 1 << 23
 # Distances of kernels below which the quick bound will do.
 _SMALL = 1e-6
 
 # Signs change, or numbers of one input change places.
-rule(activations.Abs, ChannelShuffle, pooling._InvertibleDownsampling, pooling._InvertibleUpsampling)(_constant(1.0))
+rule(activations.Abs, ChannelShuffle, pooling._InvertibleDownsampling, pooling._InvertibleUpsampling)(constant(1.0))
 # The mean is taken off by a projector; norms and maxima over everything that there is are 1-Lipschitz.
-rule(centering.LayerCentering, pooling.GlobalL2NormPool, pooling.GlobalMaxPool)(_constant(1.0))
+rule(centering.LayerCentering, pooling.GlobalL2NormPool, pooling.GlobalMaxPool)(constant(1.0))
 rule(UnitNormLinear)(linear_layer)
 
 
 @rule(activations.MaxMin, activations.GroupSort, activations.FullSort)
 def sorting(layer: Any, shape: Shape) -> float:
     """A permutation that depends on the input, and is continuous."""
-    _own_axis(layer.dim, shape)
+    own_axis(layer.dim, shape)
     return 1.0
 
 
 @rule(activations.NActivation)
 def n_activation(layer: activations.NActivation, shape: Shape) -> float:
     """Slopes 1 and -1, whatever the kinks."""
-    _own_axis(layer.dim, shape)
+    own_axis(layer.dim, shape)
     checked_weight(layer.kinks, "NActivation")
     return 1.0
 
@@ -74,18 +66,15 @@ def n_activation(layer: activations.NActivation, shape: Shape) -> float:
 @rule(activations.Householder)
 def householder(layer: activations.Householder, shape: Shape) -> float:
     """Folds by ``I - 2 v vᵀ``, of norm ``max(1, 2 |v|² - 1)`` for normals ``v`` that were rounded."""
-    _own_axis(layer.dim, shape)
+    own_axis(layer.dim, shape)
     half = 0.5 * layer.theta.detach().to(at_least_float32(layer.theta.dtype))
     normals = torch.stack((half.sin(), -half.cos())).to(input_dtype())
     folds = (2 * checked_weight(normals, "Householder").square().sum(0) - 1).clamp_min(1.0)  # (order, pairs)
-    return float(folds.prod(0).max()) * _ROUND_UP**layer.order
+    return float(folds.prod(0).max()) * ROUND_UP**layer.order
 
 
-@rule(centering.BatchCentering)
-def batch_centering(layer: centering.BatchCentering, shape: Shape) -> float:
-    """In eval mode a translation; in training the samples of a batch are mixed."""
-    _must_be_in_eval(layer)
-    return 1.0
+# In eval mode a translation.
+rule(centering.BatchCentering)(constant(1.0))
 
 
 @rule(scaling.InputScaling)
@@ -94,12 +83,7 @@ def input_scaling(layer: scaling.InputScaling, shape: Shape) -> float:
     smallest = float(checked_weight(layer.std.to(input_dtype()), "InputScaling").abs().min())
     if smallest == 0:
         raise ValueError("a deviation is 0, so the scaling is not Lipschitz; drop the channel that is constant")
-    return 1 / smallest * _ROUND_UP
-
-
-def _factor(value: float) -> float:
-    """A factor that Python gives to torch: itself, or what the arithmetic of the input's dtype rounds it up to."""
-    return max(value, float(torch.tensor(value, dtype=at_least_float32(input_dtype()))))
+    return 1 / smallest * ROUND_UP
 
 
 @rule(pooling._ScaledAvgPool)
@@ -107,35 +91,35 @@ def scaled_avg_pool(layer: Any, shape: Shape) -> float:
     """Averages along one axis at a time, and the factor in front."""
     axes = zip(layer.kernel_size, layer.stride, layer.padding, shape[1:], strict=True)
     norms = (axis_norm(partial(F.avg_pool1d, kernel_size=k, stride=s, padding=p), size) for k, s, p, size in axes)
-    return math.prod(norms) * _factor((math.prod(layer.kernel_size) / layer.overlap) ** 0.5) * _ROUND_UP
+    return math.prod(norms) * factor((math.prod(layer.kernel_size) / layer.overlap) ** 0.5) * ROUND_UP
 
 
 def _shared_windows(layer: Any, shape: Shape) -> int:
     """Largest number of windows that really read the same input."""
     axes = zip(layer.kernel_size, layer.stride, layer.padding, layer.dilation, shape[1:], strict=True)
-    return math.prod(_most_windows(*numbers) for numbers in axes)
+    return math.prod(most_windows(*numbers) for numbers in axes)
 
 
 @rule(pooling._L2NormPool)
 def l2_norm_pool(layer: Any, shape: Shape) -> float:
     """A norm is 1-Lipschitz in its window; an input counts once for each window that reads it."""
     taps = math.prod(layer.kernel_size)
-    factor = _factor(taps / layer.overlap) / taps
-    return 1.0 if (square := factor * _shared_windows(layer, shape)) == 1 else math.sqrt(square) * _ROUND_UP
+    share = factor(taps / layer.overlap) / taps
+    return 1.0 if (square := share * _shared_windows(layer, shape)) == 1 else math.sqrt(square) * ROUND_UP
 
 
 @rule(pooling._LipschitzMaxPool)
 def lipschitz_max_pool(layer: Any, shape: Shape) -> float:
     """A maximum is 1-Lipschitz in its window; an input counts once for each window that reads it."""
     shared = _shared_windows(layer, shape)
-    return 1.0 if shared == layer.overlap == 1 else _factor(layer.overlap**-0.5) * math.sqrt(shared) * _ROUND_UP
+    return 1.0 if shared == layer.overlap == 1 else factor(layer.overlap**-0.5) * math.sqrt(shared) * ROUND_UP
 
 
 @rule(pooling.GlobalScaledAvgPool)
 def global_scaled_avg_pool(layer: Any, shape: Shape) -> float:
     """A row of ``1 / n`` for each channel, times the factor in front."""
     positions = math.prod(shape[1:])
-    return _factor(positions**0.5) / math.sqrt(positions) * _ROUND_UP
+    return factor(positions**0.5) / math.sqrt(positions) * ROUND_UP
 
 
 def _skip_bound(layer: Any, shape: Shape) -> tuple[float, torch.dtype]:
@@ -156,7 +140,7 @@ def learnable_residual(layer: residual.LearnableResidual, shape: Shape) -> float
     total = skip_scale.abs() + scale.abs()
     share = torch.where(total > 0, 1 / torch.where(total > 0, total, 1.0), 0.0)
     through = _size(scale, input_dtype()) * branch * _size(share, branch_dtype)
-    return (_size(skip_scale * share, skip_dtype) * skip + through) * _ROUND_UP
+    return (_size(skip_scale * share, skip_dtype) * skip + through) * ROUND_UP
 
 
 @rule(residual.ConvexResidual)
@@ -164,13 +148,13 @@ def convex_residual(layer: residual.ConvexResidual, shape: Shape) -> float:
     """``(1 - t) L_skip + t L_branch``, both weights as they are rounded."""
     (skip, skip_dtype), (branch, branch_dtype) = _skip_bound(layer, shape), follow_part(layer.branch, shape)
     weight = residual._exact(layer.logit.detach()).sigmoid()
-    return (_size(1 - weight, skip_dtype) * skip + _size(weight, branch_dtype) * branch) * _ROUND_UP
+    return (_size(1 - weight, skip_dtype) * skip + _size(weight, branch_dtype) * branch) * ROUND_UP
 
 
 @rule(residual.ConcatResidual)
 def concat_residual(layer: residual.ConcatResidual, shape: Shape) -> float:
     """The halves do not share an input: the larger of 1 and the branch's bound."""
-    axis = _own_axis(layer.dim, shape) % len(shape)
+    axis = own_axis(layer.dim, shape) % len(shape)
     half = (*shape[:axis], shape[axis] // 2, *shape[axis + 1 :])
     return max(1.0, follow_part(layer.branch, half)[0])
 
@@ -180,7 +164,7 @@ def l2_residual(layer: residual.L2Residual, shape: Shape) -> float:
     """``sqrt(cos² L_skip² + sin² L_branch²)``: a norm of the pair is 1-Lipschitz."""
     (skip, _), (branch, branch_dtype) = _skip_bound(layer, shape), follow_part(layer.branch, shape)
     angle, wide = residual._exact(layer.angle.detach()), at_least_float32(branch_dtype)
-    return math.hypot(_size(angle.cos(), wide) * skip, _size(angle.sin(), wide) * branch) * _ROUND_UP
+    return math.hypot(_size(angle.cos(), wide) * skip, _size(angle.sin(), wide) * branch) * ROUND_UP
 
 
 @rule(AffineInverse)
@@ -209,7 +193,7 @@ def potential_step(layer: _PotentialStep, shape: Shape) -> float:
     else:
         axes = convolution_axes(shape[1:], step.extent, step.stride, step.pads, step.mode)
         norm = norm_range(LinearOperator(kernel, step.dilation, step.groups, axes), lowest=False)[1]
-    return max(1.0, (2 * norm**2 - 1) * _ROUND_UP)
+    return max(1.0, (2 * norm**2 - 1) * ROUND_UP)
 
 
 def _built_parts(layer: Any) -> tuple[list[Tensor], tuple[Tensor, ...]]:
@@ -238,9 +222,7 @@ def _domain_norm(convolution: Polyphase, coarse: tuple[int, ...]) -> float:
     """Certified norm on a circular domain, or on every domain where that one has too many frequencies."""
     coefficients, exponent = normalized(convolution.coefficients)
     scaled = Polyphase(convolution.positions, coefficients)
-    if scaled.gram_flops(coarse) <= _BUDGET:
-        return rescaled_up(circular_range(scaled, coarse, lowest=False)[1], exponent)
-    return rescaled_up(any_size_bound(scaled, _BUDGET / 4), exponent)
+    return rescaled_up(domain_range(scaled, coarse, scaled, lowest=False)[1], exponent)
 
 
 def _rounding(after: Tensor, before: Tensor) -> float:
@@ -294,12 +276,12 @@ def sll_aoc_block(layer: _FusedBlock, shape: Shape) -> float:
     theorem = post_norm * pre_norm * max(1.0, 2 * inner_norm**2 - 1)
     first_norm = inner_norm * (post_norm if first_strided else pre_norm)
     rounded = shortcut + norm(used[2], not first_strided) * first + second * first_norm
-    return (theorem + rounded) * _ROUND_UP
+    return (theorem + rounded) * ROUND_UP
 
 
 def _halved_square(norm: float) -> float:
     """``|[A B]|²`` for ``[A B]`` of ``norm / √2``: the constant of ``√2 Aᵀ Ψ σ(√2 Ψ⁻¹ B x)``."""
-    return norm**2 / 2 * _ROUND_UP
+    return norm**2 / 2 * ROUND_UP
 
 
 @rule(_Sandwich)

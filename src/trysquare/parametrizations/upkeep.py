@@ -39,6 +39,16 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 register_optimizer_step_post_hook(_after_step)
 
 
+def steps_taken(optimizer: Optimizer) -> int:
+    """How many steps of this optimizer were seen."""
+    return _steps_of.get(optimizer, 0)
+
+
+def continue_from(optimizer: Optimizer, steps: int) -> None:
+    """Count on from so many steps, so that a resumed run looks at its free tensors when the first one would have."""
+    _steps_of[optimizer] = steps
+
+
 class WeightCache:
     """One weight, with what it was built from. A copy starts empty.
 

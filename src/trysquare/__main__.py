@@ -1,0 +1,8 @@
+"""``python -m trysquare``: the command line."""
+
+import sys
+
+from trysquare.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

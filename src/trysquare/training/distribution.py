@@ -1,0 +1,97 @@
+"""One process, or several that torchrun has started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, and the place of this one.
+
+    Attributes:
+        device: of this process.
+        rank: number of this process; number 0 alone writes files.
+        size: how many there are.
+    """
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one that writes and talks."""
+        return self.rank == 0
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum over all processes."""
+        if dist.is_initialized():
+            dist.all_reduce(values)
+        return values
+
+    def shared(self, value: T) -> T:
+        """What process 0 has."""
+        if not dist.is_initialized():
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box)
+        return box[0]  # type: ignore[no-any-return]
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """The model, with gradients that are averaged over all processes."""
+        return DistributedDataParallel(model) if dist.is_initialized() else model
+
+
+def leads() -> bool:
+    """Whether this process is the first of those that torchrun has started, or the only one."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def chosen_device(name: str) -> torch.device:
+    """A device by name; ``"auto"`` is the GPU of this process if there is one.
+
+    Raises:
+        ValueError: if torch does not know it, or cannot use it here.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"train.device={name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+@contextmanager
+def joined(device: str = "auto") -> Iterator[World]:
+    """The world of this process: that of torchrun, or a world of one.
+
+    Raises:
+        ValueError: as ``chosen_device``.
+    """
+    chosen = chosen_device(device)
+    if "WORLD_SIZE" not in os.environ:
+        yield World(chosen)
+        return
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    try:
+        yield World(chosen, dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()

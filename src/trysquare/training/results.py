@@ -1,0 +1,105 @@
+"""What comes after training: certificate, attack, audit and export of a run, written into its directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from trysquare.attacks import AttackReport, attack_report, autoattack_l2, pgd_l2
+from trysquare.auditing import AuditReport, audit
+from trysquare.certification import Certificate, certify
+from trysquare.data.naming import pick
+from trysquare.export import FORMATS, export
+from trysquare.training.run import Run
+
+ATTACKS: dict[str, Callable[..., Tensor]] = {
+    "pgd": pgd_l2,
+    "autoattack": autoattack_l2,
+}
+# Inputs on which an exported file is compared.
+_COMPARED = 16
+
+
+def certify_run(run: Run, *, samples: int | None = None, epsilons: Sequence[float] | None = None) -> Certificate:
+    """Certify the test images of a run, and write ``certificate.json``.
+
+    Args:
+        run: with a trained model.
+        samples: how many images, evenly spread; all unless given.
+        epsilons: radii; those of the recipe unless given.
+    """
+    certificate = _certificate(run, samples, epsilons)
+    run.write("certificate.json", certificate.to_json() + "\n")
+    return certificate
+
+
+def _certificate(run: Run, samples: int | None, epsilons: Sequence[float] | None) -> Certificate:
+    radii = run.recipe.evaluate.epsilons if epsilons is None else epsilons
+    return certify(run.model(), run.batches(samples=samples), epsilons=radii)
+
+
+def attack_run(
+    run: Run, *, attack: str = "pgd", samples: int | None = None, epsilons: Sequence[float] | None = None
+) -> AttackReport:
+    """Attack the model of a run on its test images, and write ``attack.json``.
+
+    Args:
+        run: with a trained model.
+        attack: one of ``ATTACKS``.
+        samples: how many images, evenly spread; all unless given.
+        epsilons: radii; those of the recipe unless given.
+    """
+    chosen = pick(ATTACKS, attack, "attack")
+    certificate = _certificate(run, samples, epsilons)
+    report = attack_report(run.model(), run.batches(samples=samples), certificate, attack=chosen)
+    run.write("attack.json", json.dumps({"attack": attack, **json.loads(report.to_json())}, indent=2) + "\n")
+    return report
+
+
+def audit_run(run: Run, *, spectra: bool = False) -> AuditReport:
+    """Audit the model of a run on inputs of its data's shape, and write ``audit.json``."""
+    report = audit(run.model(), input_shape(run), spectra=spectra)
+    run.write("audit.json", report.to_json() + "\n")
+    return report
+
+
+def input_shape(run: Run) -> tuple[int, ...]:
+    """Shape of one image of the run's data."""
+    return tuple(_examples(run).shape[1:])
+
+
+def _examples(run: Run) -> Tensor:
+    images, _ = next(iter(run.batches().epoch(0)))
+    return images[:_COMPARED]
+
+
+def export_run(run: Run, file_format: str = "torch") -> tuple[Path, float]:
+    """Write the model of a run as a file that needs nothing of ours.
+
+    Returns:
+        The file, and the largest difference of its outputs from those of the model.
+    """
+    path = run.path / "export" / pick(FORMATS, file_format, "format")
+    path.parent.mkdir(exist_ok=True)
+    return path, export(run.model(), path, _examples(run), file_format)
+
+
+def summary(run: Run) -> list[tuple[str, str]]:
+    """What the directory of a run holds: a row for each file, with what it is."""
+    known = {
+        "recipe.yaml": "the recipe, every default filled in",
+        "versions.json": "versions and machine",
+        "metrics.jsonl": "training, one JSON object a line",
+        "checkpoint.pt": "to resume from",
+        "model.pt": "the model, for ts.load_model",
+        "certificate.json": "certified radius of every test image",
+        "attack.json": "what an attack found",
+        "audit.json": "every layer, and the Lipschitz bound",
+        "report.html": "all of it with pictures, for a browser",
+        "export/model.pt2": "the model in plain torch, for torch.export.load",
+        "export/model.onnx": "the model in ONNX",
+    }
+    return [(str(run.path / name), what) for name, what in known.items() if (run.path / name).is_file()]

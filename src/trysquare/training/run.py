@@ -1,0 +1,176 @@
+"""The directory of a run: what is in it, and how it is written.
+
+``recipe.yaml`` (every default filled in), ``versions.json``, ``metrics.jsonl``, ``checkpoint.pt`` (to resume),
+``model.pt`` (to use), and later ``certificate.json``, ``attack.json``, ``audit.json``, ``report.html`` and ``export/``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trysquare.checkpoint import load_model, packed, save_checkpoint
+from trysquare.data import Loader
+from trysquare.data.sets import Part
+from trysquare.files import write_whole
+from trysquare.training.build import FACTORY, load_images
+from trysquare.training.library import read_recipe
+from trysquare.training.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Run:
+    """A directory and the recipe in it.
+
+    Attributes:
+        path: the directory.
+        recipe: with every default filled in.
+    """
+
+    path: Path
+    recipe: Recipe
+
+    def model(self) -> nn.Module:
+        """The trained model, in eval mode.
+
+        Raises:
+            ValueError: if the run has not saved one, or the file is damaged or holds another one.
+        """
+        return load_model(self.path)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Everything that was measured, in order; a line that was cut short by a crash is left out."""
+        path = self.path / "metrics.jsonl"
+        lines = path.read_bytes().split(b"\n") if path.is_file() else []
+        return [json.loads(line) for line in lines[:-1]]
+
+    def batches(self, split: str = "test", samples: int | None = None) -> Loader:
+        """Images of the run's data, in batches and not augmented.
+
+        Args:
+            split: ``"train"`` or ``"test"``.
+            samples: how many, evenly spread over the split; all of them unless given.
+
+        Raises:
+            ValueError: if the data is missing or damaged, or there are not so many.
+        """
+        images = load_images(self.recipe, split)
+        if samples is not None:
+            if not 1 <= samples <= len(images):
+                raise ValueError(f"samples={samples} must be from 1 to {len(images)}, the images of {split}")
+            images = Part(images, torch.arange(samples) * len(images) // samples)
+        return Loader(images, self.recipe.evaluate.batch_size, workers=self.recipe.data.workers)
+
+    def write(self, name: str, content: bytes | str) -> Path:
+        """Write a file of the run in one step.
+
+        Raises:
+            OSError: if it cannot be written; an older one is untouched.
+        """
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content)
+        return path
+
+    def save_model(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
+        """Write the model with its present weights."""
+        save_checkpoint(self.path / "model.pt", model, FACTORY, arguments)
+
+    def save_state(self, state: Mapping[str, Any]) -> None:
+        """Write what resuming needs."""
+        self.write("checkpoint.pt", packed(state))
+
+    def read_state(self) -> dict[str, Any]:
+        """What ``save_state`` wrote.
+
+        Raises:
+            ValueError: if there is none, or it is damaged.
+        """
+        path = self.path / "checkpoint.pt"
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist: the run was stopped before its first checkpoint; start it anew")
+        try:
+            return dict(torch.load(path, map_location="cpu", weights_only=True))
+        except Exception as error:
+            raise ValueError(f"{path} is not a checkpoint of a run: {error}") from error
+
+    def append_metrics(self, record: Mapping[str, Any]) -> int:
+        """Add a line; the size of the file afterwards."""
+        with (self.path / "metrics.jsonl").open("ab") as file:
+            file.write(json.dumps(record).encode() + b"\n")
+            return file.tell()
+
+    def cut_metrics(self, size: int) -> None:
+        """Drop what was written after a checkpoint."""
+        path = self.path / "metrics.jsonl"
+        if path.is_file():
+            os.truncate(path, min(size, path.stat().st_size))
+
+
+def start_run(recipe: Recipe, path: str | os.PathLike[str] | None = None) -> Run:
+    """Make the directory of a new run.
+
+    Args:
+        recipe: is written into it.
+        path: ``runs/NAME-DATE-TIME`` unless given.
+
+    Raises:
+        ValueError: if there is something in the directory already.
+        OSError: if it cannot be written to.
+    """
+    folder = Path(path or Path("runs") / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty: give another directory, or continue that run with --resume {folder}")
+    folder.mkdir(parents=True, exist_ok=True)
+    run = Run(folder, recipe)
+    run.write("recipe.yaml", recipe.to_yaml())
+    run.write("versions.json", json.dumps(versions(), indent=2) + "\n")
+    return run
+
+
+def load_run(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> Run:
+    """A run from its directory.
+
+    Args:
+        path: the directory.
+        overrides: of its recipe, by dotted keys; another ``data.root``, for example.
+
+    Raises:
+        ValueError: if it is not the directory of a run.
+    """
+    folder = Path(path)
+    if not (folder / "recipe.yaml").is_file():
+        raise ValueError(f"{folder} is not the directory of a run: there is no recipe.yaml in it")
+    return Run(folder, read_recipe(folder / "recipe.yaml", overrides))
+
+
+def versions() -> dict[str, Any]:
+    """What the numbers of a run may depend on."""
+    return {
+        "trysquare": _version("trysquare"),
+        "torch": torch.__version__,
+        "schedulefree": _version("schedulefree"),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,73 @@
+import os
+import socket
+
+import pytest
+import torch
+
+import trysquare as ts
+from tests.training.small import arguments, recipe, start, state, trained, weights
+from trysquare.training.build import build_parts
+from trysquare.training.distribution import World
+
+
+def free_port():
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        return holder.getsockname()[1]
+
+
+def test_torchrun_with_one_process(tmp_path, monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    several = trained(tmp_path / "several", **{"train.accumulate": 2, "train.epochs": 1})
+    monkeypatch.delenv("WORLD_SIZE")
+    assert not torch.distributed.is_initialized()
+    single = trained(tmp_path / "single", **{"train.accumulate": 2, "train.epochs": 1})
+    for name, value in weights(single.path).items():
+        torch.testing.assert_close(value, weights(several.path)[name])
+
+
+def test_processes_must_share_a_batch_equally():
+    with pytest.raises(ValueError, match=r"train.batch_size=128 must be a multiple of the number of processes, 3"):
+        build_parts(recipe(), World(torch.device("cpu"), 0, 3))
+
+
+DUMP = """
+import sys, torch
+import trysquare as ts
+from trysquare.training import loop
+step = loop._Training._step
+def noted(self, *arguments):
+    done = step(self, *arguments)
+    self.last = {n: p.detach().clone() for n, p in self.parts.model.named_parameters()}
+    if self.progress.step == self.parts.steps:
+        torch.save(self.last, f"{sys.argv[1]}/rank{self.world.rank}.pt")
+    return done
+loop._Training._step = noted
+from trysquare.cli import main
+raise SystemExit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_two_processes_do_what_one_does(tmp_path, parts):
+    (tmp_path / "dump.py").write_text(DUMP)
+    options = {"train.epochs": 2, "train.accumulate": parts, "optimizer.lr": 0.003}
+    process = start(
+        "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port(), tmp_path / "dump.py", tmp_path,
+        "train", "digits", "--out", tmp_path / "two", *arguments(**options),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    one = trained(tmp_path / "one", **options)
+    single, double = (ts.load_model(tmp_path / name) for name in ("one", "two"))
+    # Built weights: Adam turns rounding errors into steps where the weight does not depend on a free tensor at all.
+    for layer, twin in zip(single.modules(), double.modules(), strict=True):
+        if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d):
+            assert (layer.weight - twin.weight).abs().max() < 1e-4
+            assert (layer.bias - twin.bias).abs().max() < 1e-4
+    assert one.metrics()[-1]["certified"] == ts.training.load_run(tmp_path / "two").metrics()[-1]["certified"]
+    assert state(tmp_path / "two")["progress"]["step"] == 22

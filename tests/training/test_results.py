@@ -1,0 +1,205 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import trysquare as ts
+from tests.training.small import arguments, trained
+from trysquare.cli import main
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    torch.manual_seed(0)
+    return trained(tmp_path_factory.mktemp("runs") / "run", **{"train.epochs": 15, "evaluate.every": 15})
+
+
+def test_no_certified_digit_falls_inside_of_its_radius(run, capsys):
+    assert main(["attack", str(run.path)]) == 0
+    assert "certified <= attacked <= clean holds; no violation on 355 samples" in capsys.readouterr().out
+    content = json.loads((run.path / "attack.json").read_text())
+    assert content["attack"] == "pgd"
+    assert content["violations"] == []
+    assert content["certified"][0] > 0.2
+    assert all(c <= a <= content["clean"] for c, a in zip(content["certified"], content["attacked"], strict=True))
+
+
+def test_a_wrong_certificate_is_an_error(run, capsys, monkeypatch):
+    monkeypatch.setattr("trysquare.certification.follow_classifier", _too_small)
+    assert main(["attack", str(run.path), "--samples", "40"]) == 1
+    printed = capsys.readouterr()
+    assert "WRONG" in printed.out
+    assert "fell inside of their radius" in printed.err
+
+
+def _too_small(model, shape):
+    from trysquare.lipschitz.classifier import Classifier
+
+    return Classifier(0.1, None, 0.1)
+
+
+def test_autoattack_is_weaker_than_the_certificate(run, capsys, monkeypatch):
+    from functools import partial
+
+    from trysquare.training import results
+
+    monkeypatch.setitem(results.ATTACKS, "autoattack", partial(ts.attacks.autoattack_l2, attacks=["apgd-ce"]))
+    arguments = ["attack", str(run.path), "--attack", "autoattack", "--samples", "20", "--epsilons", "0.25"]
+    assert main(arguments) == 0
+    assert json.loads((run.path / "attack.json").read_text())["attack"] == "autoattack"
+
+
+def test_certify(run, capsys):
+    assert main(["certify", str(run.path), "--samples", "50", "--epsilons", "36/255", "0.3"]) == 0
+    out = capsys.readouterr().out
+    assert "certified at 36/255" in out
+    assert "certificate.json" in out
+    certificate = ts.Certificate.from_json((run.path / "certificate.json").read_text())
+    assert len(certificate.radii) == 50
+    assert certificate.epsilons == (36 / 255, 0.3)
+
+
+def test_audit(run, capsys):
+    assert main(["audit", str(run.path)]) == 0
+    assert "orthogonal" in capsys.readouterr().out
+    assert json.loads((run.path / "audit.json").read_text())["layers"]
+
+
+ALONE = """
+import sys, torch
+program = torch.export.load(sys.argv[1]).module()
+images, wanted = torch.load(sys.argv[2])
+assert (program(images) - wanted).abs().max() < 1e-5
+assert not any(name.startswith("trysquare") for name in sys.modules)
+"""
+
+
+def test_the_exported_file_runs_without_this_library(run, capsys, tmp_path):
+    assert main(["export", str(run.path)]) == 0
+    path, compared = capsys.readouterr().out.splitlines()
+    assert "differ by at most" in compared
+    images = torch.rand(3, 1, 8, 8)
+    torch.save((images, run.model()(images).detach()), tmp_path / "wanted.pt")
+    command = [sys.executable, "-I", "-c", ALONE, path, str(tmp_path / "wanted.pt")]
+    assert subprocess.run(command, capture_output=True, text=True).returncode == 0
+
+
+def test_onnx(run, capsys):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    assert main(["export", str(run.path), "--format", "onnx"]) == 0
+    session = onnxruntime.InferenceSession(str(run.path / "export" / "model.onnx"))
+    images = torch.rand(5, 1, 8, 8)
+    (found,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    assert (torch.from_numpy(found) - run.model()(images).detach()).abs().max() < 1e-5
+
+
+def test_train_from_the_command_line(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", "--out", str(out), *arguments(**{"train.epochs": 1})]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    assert main(["train", "--resume", str(out), "--train.epochs", "2"]) == 0
+    assert len(ts.training.load_run(out).metrics()) == 4
+
+
+def test_recipes_are_listed(capsys):
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(ts.training.recipes())
+    assert lines[0].startswith("cifar10-accurate ")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("train --train.epoch 3", "did you mean 'epochs'"),
+        ("train nothing", "unknown recipe"),
+        ("train digits --resume RUN", "leave out RECIPE"),
+        ("train --resume nowhere", "there is no recipe.yaml"),
+        ("train --out RUN", "is not empty"),
+        ("train mnist --data.root RUN", "expected train-images-idx3-ubyte"),
+        ("train --model.dense_width 7", "7 channels cannot be sorted in pairs"),
+        ("certify RUN --samples 1000", "samples=1000 must be from 1 to 355"),
+        ("certify nowhere", "there is no recipe.yaml"),
+        ("audit RUN/recipe.yaml --input-shape 1,8,8", "is not a checkpoint"),
+        ("audit RUN/export --input-shape 1,8,8", "model.pt does not exist"),
+        ("export RUN --data.name mnist", "mnist is read from files"),
+    ],
+)
+def test_errors_are_one_line(run, tmp_path, capsys, monkeypatch, command, message):
+    monkeypatch.chdir(tmp_path)
+    (run.path / "export").mkdir(exist_ok=True)
+    assert main(command.replace("RUN", str(run.path)).split()) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_a_stopped_run_has_an_exit_code_of_its_own(capsys, monkeypatch):
+    def stop(*_):
+        raise ts.training.StoppedError("stopped")
+
+    monkeypatch.setattr(ts.training, "train", stop)
+    assert main(["train"]) == 130
+
+
+def test_a_model_of_another_run(run, tmp_path, capsys):
+    other = trained(tmp_path / "other", **{"train.epochs": 1})
+    content = torch.load(other.path / "model.pt", weights_only=True)
+    content["arguments"]["dense_width"] = 32
+    torch.save(content, other.path / "model.pt")
+    assert main(["certify", str(other.path)]) == 1
+    assert "holds weights of another model" in capsys.readouterr().err
+
+
+def test_images_of_another_size(run, capsys):
+    assert main(["certify", str(run.path), "--data.name", "mnist", "--data.root", "/nowhere"]) == 1
+    assert "is not a folder" in capsys.readouterr().err
+
+
+def test_wrong_radii(run, capsys):
+    with pytest.raises(SystemExit):
+        main(["certify", str(run.path), "--epsilons", "far"])
+    assert "such as 0.5 or 36/255" in capsys.readouterr().err
+
+
+def test_an_export_that_differs_is_not_written(run, tmp_path, monkeypatch):
+    from trysquare import export
+
+    with pytest.raises(ValueError, match="format 'tflite' must be one of 'torch', 'onnx'"):
+        export.export(run.model(), tmp_path / "file", torch.rand(2, 1, 8, 8), "tflite")
+    monkeypatch.setattr(export, "_as_program", lambda model, example: (b"", lambda images: model(images) + 1e-3))
+    with pytest.raises(ValueError, match=r"differs by 1.0e-03"):
+        export.export(run.model(), tmp_path / "file", torch.rand(2, 1, 8, 8))
+    assert not (tmp_path / "file").exists()
+
+
+def test_onnx_needs_its_packages(run, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert main(["export", str(run.path), "--format", "onnx"]) == 1
+    assert "trysquare[export]" in capsys.readouterr().err
+
+
+def test_what_a_directory_holds(run):
+    from trysquare.training.results import summary
+
+    assert (str(run.path / "model.pt"), "the model, for ts.load_model") in summary(run)
+
+
+def test_the_commands_of_the_readme(tmp_path, monkeypatch, capsys):
+    from pathlib import Path
+
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    lines = text.split("## Train, certify, attack")[1].split("```sh\n")[1].split("```")[0].splitlines()
+    shorter = {"train": ["--train.epochs", "1"], "attack": ["--samples", "5"]}
+    monkeypatch.chdir(tmp_path)
+    for line in lines[1:]:
+        _, command, *arguments = line.split()
+        assert main([command, *arguments, *shorter.get(command, [])]) == 0
+    assert {path.name for path in (tmp_path / "runs" / "first").iterdir()} >= {
+        "certificate.json",
+        "attack.json",
+        "export",
+    }
