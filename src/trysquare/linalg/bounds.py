@@ -158,13 +158,13 @@ def _raised(gram: Tensor, upper: float, scale: float) -> tuple[float, float]:
     And the largest eigenvalue of any of them that was met on the way (0 if none was looked at).
     """
     left = gram if upper <= 0 else gram[_not_below(gram, upper)]
-    margin, found = _MARGIN, 0.0
+    margin, last, found = _MARGIN, 0.0, 0.0
     while len(left):
         top = _top_eigenvalue(left[int(_rayleigh(left).argmax())])
         found = max(found, top)
         # A guess that is below what is known already was not good enough, so widen the margin: this ends.
-        margin = margin if top > upper else 8 * margin
-        upper = max(upper, top) + margin * max(scale, top)
+        margin = 8 * margin if top <= upper and margin == last else margin
+        upper, last = max(upper, top) + margin * max(scale, top), margin
         margin = max(margin, _WIDE_MARGIN) if gram.shape[-1] >= _WIDE else margin
         left = left[_not_below(left, upper)]
     return upper, found
