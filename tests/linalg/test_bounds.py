@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from trysquare.linalg import bounds
 from trysquare.linalg.bounds import (
     any_size_bound,
     circular_gram_bound,
@@ -55,13 +56,13 @@ def all_bounds(kernel, sizes, stride):
     ones = (1,) * len(stride)
     coarse = tuple(size // s for size, s in zip(sizes, stride, strict=True))
     convolution = polyphase(scaled, stride, ones, 1)
-    bounds = {
+    found = {
         "factorised": circular_range(convolution, coarse)[1],
         "any size": any_size_bound(convolution, 1e6),
         "gram": circular_gram_bound(convolution, coarse, 5),
         "kernel gram": kernel_gram_bound(convolution, 2),
     }
-    return {name: rescaled_up(bound, exponent) for name, bound in bounds.items()}
+    return {name: rescaled_up(bound, exponent) for name, bound in found.items()}
 
 
 @pytest.mark.parametrize("stride", [(1, 1), (2, 2), (1, 2)])
@@ -146,3 +147,10 @@ def test_wide_orthogonal_matrices_have_tight_bounds_whichever_is_looked_at_first
         values = torch.linalg.svdvals(rounded)
         assert low <= float(values.min())
         assert float(values.max()) <= high <= 1 + 1e-5
+
+
+def test_a_first_guess_that_is_too_low_costs_no_more_than_the_stated_margin(monkeypatch):
+    matrix = torch.randn(1, 160, 160, dtype=torch.float64)
+    top = float(torch.linalg.matrix_norm(matrix[0], 2))
+    monkeypatch.setattr(bounds, "_top_eigenvalue", lambda gram: top**2 * (1 - 2e-4))
+    assert top <= singular_value_range([matrix], lowest=False).high < top * (1 + 3e-4)

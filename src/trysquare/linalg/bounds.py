@@ -160,13 +160,13 @@ def _raised(gram: Tensor, upper: float, scale: float) -> tuple[float, float]:
     And the largest eigenvalue of any of them that was met on the way (0 if none was looked at).
     """
     left = gram if upper <= 0 else gram[_not_below(gram, upper)]
-    margin, found = _MARGIN, 0.0
+    margin, last, found = _MARGIN, 0.0, 0.0
     while len(left):
         top = _top_eigenvalue(left[int(_rayleigh(left).argmax())])
         found = max(found, top)
         # A guess that is below what is known already was not good enough, so widen the margin: this ends.
-        margin = margin if top > upper else 8 * margin
-        upper = max(upper, top) + margin * max(scale, top)
+        margin = 8 * margin if top <= upper and margin == last else margin
+        upper, last = max(upper, top) + margin * max(scale, top), margin
         left = left[_not_below(left, upper)]
         if len(left) and gram.shape[-1] >= _WIDE:
             margin = max(margin, min(_WIDE_MARGIN, _spread(left) / max(scale, top)))
