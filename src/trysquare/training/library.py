@@ -21,7 +21,7 @@ def recipes() -> dict[str, str]:
     """Recipes of the package: name and summary.
 
     >>> print(ts.training.recipes()["digits"])
-    the 8 x 8 digits of the package, on a processor in half a minute
+    the 8 x 8 digits of the package, on a processor in seconds
     """
     return {name: _read(path)["summary"] for name, path in _packaged().items()}
 
