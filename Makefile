@@ -1,14 +1,20 @@
 # Two commands do everything on a machine with python3, make and git:
 #   make demo    install into .venv, then train, certify, attack, audit and export a small network
 #   make test    install into .venv with the development tools, then lint, check types, test
+# and for those who want to know what it costs, with the paper's library beside it (hours, or minutes):
+#   make bench   measure everything on this machine and write docs/benchmarks.md; DATA=folder of CIFAR-10
+#   make bench-quick
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
+BENCHMARKS := counts kernels compose spectrum overhead scaling
+# These read images: of CIFAR-10 if DATA is its folder, else the digits of the package.
+TRAINED := loading orthogonalizers methods
 # Examples in docstrings and documents build on each other, so they run one after another.
 EXAMPLES = $(BIN)/python -m pytest --cov --cov-append --cov-report=term:skip-covered src docs README.md
 
-.PHONY: demo test test-all lint types bench clean
+.PHONY: demo test test-all lint types bench bench-quick clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -28,10 +34,13 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed-dev
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
-	$(BIN)/python benchmarks/kernels.py
-	$(BIN)/python benchmarks/spectrum.py
+bench: $(VENV)/.installed-bench
+	set -e; for command in $(BENCHMARKS); do $(BIN)/python -m benchmarks $$command; done
+	set -e; for command in $(TRAINED); do $(BIN)/python -m benchmarks $$command $(if $(DATA),--data $(DATA)); done
+	$(BIN)/python -m benchmarks page
+
+bench-quick: $(VENV)/.installed-bench
+	set -e; for command in $(BENCHMARKS) $(TRAINED); do $(BIN)/python -m benchmarks $$command --quick; done
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +52,10 @@ $(VENV)/.installed: $(INPUTS) | $(BIN)/python
 $(VENV)/.installed-dev: $(INPUTS) | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(VENV)/.installed $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed-dev
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	touch $@
 
 clean:
 	rm -rf $(VENV) .coverage .mypy_cache .pytest_cache .ruff_cache

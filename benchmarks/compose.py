@@ -1,18 +1,39 @@
-"""Block convolution: full convolution against products of taps, and a chain one by one against a tree.
-
-python benchmarks/compose.py
-"""
+"""Block convolution: full convolution against products of taps, and a chain one by one against a tree."""
 
 from __future__ import annotations
 
+import argparse
 from functools import reduce
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from measure import interleaved
+from benchmarks.measure import interleaved
+from benchmarks.report import Part, Table, milliseconds, times
 from trysquare.linalg import compose
 from trysquare.linalg.kernels import compose_by_convolution, compose_by_taps
+from trysquare.progress import track
+
+SHAPES = (
+    (16, (3, 3), (3, 3)),
+    (64, (2, 2), (2, 2)),
+    (64, (3, 3), (3, 3)),
+    (64, (3,), (3,)),
+    (64, (7,), (7,)),
+    (32, (2, 2, 2), (2, 2, 2)),
+    (64, (5, 5), (5, 5)),
+    (256, (2, 2), (2, 2)),
+    (256, (3, 3), (3, 3)),
+    (256, (2, 2), (5, 5)),
+)
+CHAINS = ((16, 4), (16, 8), (64, 4), (64, 8), (128, 4))
+WAYS = {"full convolution": compose_by_convolution, "products of taps": compose_by_taps}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this command: none of its own."""
 
 
 def tree(kernels: list[Tensor]) -> Tensor:
@@ -24,40 +45,45 @@ def tree(kernels: list[Tensor]) -> Tensor:
     return kernels[0]
 
 
-def main() -> None:
-    """Print both comparisons, forward and backward, as ratios of one run."""
-    print(f"{'kernels':<38}{'full convolution ms':>20}{'products of taps ms':>20}{'ratio':>8}")
-    for channels, k, size in (
-        (16, (3, 3), (3, 3)),
-        (64, (2, 2), (2, 2)),
-        (64, (3, 3), (3, 3)),
-        (64, (5, 5), (5, 5)),
-        (256, (2, 2), (2, 2)),
-        (256, (3, 3), (3, 3)),
-        (256, (2, 2), (5, 5)),
-        (64, (3,), (3,)),
-        (64, (7,), (7,)),
-        (32, (2, 2, 2), (2, 2, 2)),
-    ):
-        after = torch.randn(1, channels, channels, *k, requires_grad=True)
-        before = torch.randn(1, channels, channels, *size, requires_grad=True)
-        ways = {"conv": compose_by_convolution, "taps": compose_by_taps}
-        calls = {name: lambda way=way: way(after, before).sum().backward() for name, way in ways.items()}  # noqa: B023
-        s = interleaved(calls, 20)
-        name = f"{channels} channels, {k} after {size}"
-        print(f"{name:<38}{1e3 * s['conv']:>20.2f}{1e3 * s['taps']:>20.2f}{s['taps'] / s['conv']:>7.2f}x", flush=True)
-
-    print(f"\n{'chain of 2x2 kernels':<38}{'one by one ms':>20}{'tree ms':>20}{'ratio':>8}")
-    for channels, count in ((16, 4), (16, 8), (64, 4), (64, 8), (128, 4)):
-        kernels = [torch.randn(channels, channels, 2, 2, requires_grad=True) for _ in range(count)]
-        calls = {
-            "chain": lambda: reduce(compose, kernels).sum().backward(),  # noqa: B023
-            "tree": lambda: tree(kernels).sum().backward(),  # noqa: B023
-        }
-        s = interleaved(calls, 10)
-        name = f"{count} of {channels} channels"
-        print(f"{name:<38}{1e3 * s['chain']:>20.2f}{1e3 * s['tree']:>20.2f}{s['tree'] / s['chain']:>7.2f}x", flush=True)
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Samples of forward and backward of both comparisons."""
+    shapes, chains = (SHAPES[:6], CHAINS[:3]) if arguments.quick else (SHAPES, CHAINS)
+    return {
+        "kernels": [_pair(*shape) for shape in track(shapes, "two kernels", len(shapes))],
+        "chains": [_chain(*chain) for chain in track(chains, "chains", len(chains))],
+    }
 
 
-if __name__ == "__main__":
-    main()
+def _pair(channels: int, k: tuple[int, ...], size: tuple[int, ...]) -> dict[str, Any]:
+    after = torch.randn(1, channels, channels, *k, requires_grad=True)
+    before = torch.randn(1, channels, channels, *size, requires_grad=True)
+    calls = {name: lambda way=way: way(after, before).sum().backward() for name, way in WAYS.items()}
+    return {"name": f"{channels} channels, {k} after {size}", "seconds": interleaved(calls, 20)}
+
+
+def _chain(channels: int, count: int) -> dict[str, Any]:
+    kernels = [torch.randn(channels, channels, 2, 2, requires_grad=True) for _ in range(count)]
+    calls = {
+        "one by one": lambda: reduce(compose, kernels).sum().backward(),
+        "tree": lambda: tree(kernels).sum().backward(),
+    }
+    return {"name": f"{count} of {channels} channels, 2 x 2", "seconds": interleaved(calls, 10)}
+
+
+def describe(data: dict[str, Any]) -> list[Part]:
+    """A table for each comparison."""
+    return [_table(title, data[key]) for key, title in (("kernels", "two kernels"), ("chains", "chain"))]
+
+
+def _table(title: str, entries: list[dict[str, Any]]) -> Table:
+    ways = list(entries[0]["seconds"])
+    rows = []
+    for entry in entries:
+        first, second = (median(entry["seconds"][way]) for way in ways)
+        rows.append([entry["name"], milliseconds(first), milliseconds(second), times(second / first)])
+    return Table([title, *(f"{way} ms" for way in ways), "ratio"], rows)
+
+
+def peer_wins(data: dict[str, Any]) -> list[str]:
+    """No peer takes part."""
+    return []

@@ -1,7 +1,5 @@
 """Images a second that a loader gives, with different augmentations.
 
-    python benchmarks/loading.py --root DIR [--name cifar10] [--batch 512] [--workers 1]
-
 An epoch of batches is drawn and thrown away, three times; the fastest is shown, by the clock and by processor time,
 which other programs on the machine disturb less. Compare with the images a second of training: the loader works beside
 it in a thread, so that it costs a share of the cores.
@@ -11,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import time
-
-import torch
+from typing import Any
 
 import trysquare as ts
+from benchmarks.report import Part, Table
+from trysquare.progress import track
 
 AUGMENTS = {
     "none": {},
@@ -30,34 +29,48 @@ AUGMENTS = {
 }
 
 
-def rates(loader: ts.data.Loader) -> tuple[float, float]:
-    """Images a second, and a second of processor time, in the fastest of three epochs."""
-    clocks = (time.perf_counter, time.process_time)
-    best = [float("inf")] * len(clocks)
-    for epoch in range(3):
-        begin = [clock() for clock in clocks]
-        for _ in loader.epoch(epoch):
-            pass
-        best = [min(least, clock() - start) for least, clock, start in zip(best, clocks, begin, strict=True)]
-    images = len(loader) * loader.batch_size
-    return images / best[0], images / best[1]
-
-
-def main() -> None:
-    """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root")
-    parser.add_argument("--name", default="cifar10")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this command."""
+    parser.add_argument("--data", help="folder of the data set; the digits of the package without it")
+    parser.add_argument("--name", default="cifar10", help="data set in that folder")
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--workers", type=int, default=1)
-    args = parser.parse_args()
-    images = ts.data.load(args.name, args.root)
-    print(f"{args.name}, batches of {args.batch}, {args.workers} workers, {torch.get_num_threads()} threads each")
-    for label, augment in AUGMENTS.items():
-        options = {"augment": augment, "shuffle": True, "drop_last": True, "workers": args.workers}
-        wall, processor = rates(ts.data.Loader(images, args.batch, **options))
-        print(f"{label:42s} {wall:9.0f} images/s {processor:9.0f} a processor second")
 
 
-if __name__ == "__main__":
-    main()
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Images a second of each augmentation in each of three epochs."""
+    name = arguments.name if arguments.data else "digits"
+    images = ts.data.load(name, arguments.data)
+    settings = {"name": name, "batch": arguments.batch, "workers": arguments.workers}
+    chosen = dict(list(AUGMENTS.items())[: 3 if arguments.quick else None])
+    rows = {}
+    for label, augment in track(chosen.items(), "loading", len(chosen)):
+        options: Any = {"augment": augment, "shuffle": True, "drop_last": True, "workers": arguments.workers}
+        rows[label] = rates(ts.data.Loader(images, arguments.batch, **options))
+    return {**settings, "rows": rows}
+
+
+def rates(loader: ts.data.Loader, epochs: int = 3) -> dict[str, list[float]]:
+    """Images a second, and a second of processor time, of each epoch."""
+    clocks = {"clock": time.perf_counter, "processor": time.process_time}
+    found: dict[str, list[float]] = {name: [] for name in clocks}
+    images = len(loader) * loader.batch_size
+    for epoch in range(epochs):
+        begin = {name: clock() for name, clock in clocks.items()}
+        for _ in loader.epoch(epoch):
+            pass
+        for name, clock in clocks.items():
+            found[name].append(images / (clock() - begin[name]))
+    return found
+
+
+def describe(data: dict[str, Any]) -> list[Part]:
+    """The fastest epochs."""
+    rows = [[label, f"{max(r['clock']):.0f}", f"{max(r['processor']):.0f}"] for label, r in data["rows"].items()]
+    title = f"{data['name']}, batches of {data['batch']}, {data['workers']} workers"
+    return [Table(["augmentation", "images a second", "images a processor second"], rows, title)]
+
+
+def peer_wins(data: dict[str, Any]) -> list[str]:
+    """No peer takes part."""
+    return []

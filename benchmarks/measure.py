@@ -1,32 +1,65 @@
-"""What the benchmarks share: interleaved timing, and counts that do not depend on the machine."""
+"""What the benchmarks share: interleaved timing, counts that do not depend on the machine, fitted exponents."""
 
 from __future__ import annotations
 
+import json
+import math
+import subprocess
+import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from trysquare.progress import track
 
-def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each call, taken in turns so that all see the same state of the machine."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    for _ in range(rounds):
+Call = Callable[[], Any]
+Samples = dict[str, list[float]]
+
+# How often a call is sampled that has used up its patience: enough for a median.
+_FEW = 3
+
+
+def interleaved(calls: dict[str, Call], rounds: int, *, patience: float = math.inf, label: str = "") -> Samples:
+    """Seconds of each call, taken in turns so that all see the same state of the machine.
+
+    Args:
+        calls: what to time; each runs once before, unless that takes half the patience.
+        rounds: samples of each.
+        patience: a call that has taken more seconds than this is sampled three times only.
+        label: of the progress bar.
+    """
+    times: Samples = {name: [] for name in calls}
+    for name, call in calls.items():
+        first = _seconds(call)
+        if 2 * first > patience:
+            times[name].append(first)
+    for _ in track(range(rounds), label or "timing", rounds):
         for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
-    return {name: sorted(seconds)[rounds // 2] for name, seconds in times.items()}
+            taken = times[name]
+            if len(taken) < rounds and (len(taken) < _FEW or sum(taken) < patience):
+                taken.append(_seconds(call))
+    return times
 
 
-def flops(call: Callable[[], Any]) -> int:
-    """Floating point operations of all products, by torch's counter."""
+def _seconds(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def medians(samples: Samples) -> dict[str, float]:
+    """Median of each list."""
+    return {name: median(seconds) for name, seconds in samples.items()}
+
+
+def flops(call: Call) -> int:
+    """Floating point operations of all products, by torch's counter (factorisations and solves are not in it)."""
     with FlopCounterMode(display=False) as counter:
         call()
     return counter.get_total_flops()
@@ -42,14 +75,14 @@ class _CallCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def aten_calls(call: Callable[[], Any]) -> int:
+def aten_calls(call: Call) -> int:
     """Number of operations that torch dispatches."""
     with _CallCounter() as counter:
         call()
     return counter.count
 
 
-def saved_bytes(forward: Callable[[], Any]) -> int:
+def saved_bytes(forward: Call) -> int:
     """Bytes that autograd keeps between forward and backward, each storage once."""
     kept: dict[int, int] = {}
 
@@ -62,3 +95,63 @@ def saved_bytes(forward: Callable[[], Any]) -> int:
         result = forward()
     del result
     return sum(kept.values())
+
+
+def weight_gradient(layer: nn.Module) -> Call:
+    """A call that builds the layer's weight and takes its gradient, nothing else."""
+    direction = torch.randn_like(layer.weight)  # type: ignore[call-overload]
+    return lambda: layer.weight.backward(direction)  # type: ignore[operator]
+
+
+class Power(NamedTuple):
+    """``y = factor · x ** exponent``, and the share of the variance of ``log y`` that it explains."""
+
+    exponent: float
+    factor: float
+    explained: float
+
+
+def fit_power(x: Sequence[float], y: Sequence[float]) -> Power:
+    """Least squares of ``log y`` against ``log x``.
+
+    Raises:
+        ValueError: if there are fewer than two different ``x``, or a number is not positive.
+    """
+    if len(x) != len(y) or len(set(x)) < 2 or min(*x, *y) <= 0:
+        raise ValueError(f"a power needs two different positive x and positive y, got x={list(x)}, y={list(y)}")
+    u, v = ([math.log(value) for value in values] for values in (x, y))
+    mean_u, mean_v = sum(u) / len(u), sum(v) / len(v)
+    du, dv = [value - mean_u for value in u], [value - mean_v for value in v]
+    exponent = sum(a * b for a, b in zip(du, dv, strict=True)) / sum(a * a for a in du)
+    left = sum((b - exponent * a) ** 2 for a, b in zip(du, dv, strict=True))
+    total = sum(b * b for b in dv)
+    return Power(exponent, math.exp(mean_v - exponent * mean_u), 1 - left / total if total > 0 else 1.0)
+
+
+class ChildError(RuntimeError):
+    """A child process did not give a result."""
+
+
+def in_child(module: str, arguments: Sequence[Any], limit: float) -> dict[str, Any]:
+    """What a module prints as JSON on the last line of its output, run by a fresh interpreter.
+
+    Raises:
+        ChildError: if it takes longer than ``limit`` seconds, is killed or fails; it says how.
+    """
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ChildError(f"not ready after {limit:g} s") from error
+    if done.returncode < 0:
+        raise ChildError(f"killed by signal {-done.returncode}, as a process is that needs more memory than there is")
+    if done.returncode:
+        raise ChildError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def peak_bytes() -> int:
+    """Most memory that this process has held so far."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -254,6 +254,13 @@ def test_a_violation_is_found_at_other_radii_too():
     report = attack_report(model, (images, labels), boundless, [0.0, 100.0], box=None)
     assert len(report.violations) == 3
     assert report.attacked == (1.0, 0.0)
+    assert AttackReport.from_json(report.to_json()) == report
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "3", '{"epsilons": 3}'])
+def test_other_json_is_refused(text):
+    with pytest.raises(ValueError, match="not an attack report"):
+        AttackReport.from_json(text)
 
 
 def test_accuracies_in_the_wrong_order_are_caught():

@@ -403,6 +403,12 @@ def test_curve_and_table_and_json():
     assert again.to_json() == certificate.to_json()
 
 
+def test_an_infinite_constant_comes_back_from_json():
+    zeros = torch.zeros(2, dtype=torch.int64)
+    certificate = ts.Certificate(zeros.double(), zeros, zeros, (0.5,), math.inf, False, 0.0, 0, 2.0, (4,))
+    assert ts.Certificate.from_json(certificate.to_json()).lipschitz == math.inf
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", "3", '{"radii": 3}'])
 def test_other_json_is_refused(text):
     with pytest.raises(ValueError, match="not a certificate"):

@@ -65,12 +65,14 @@ def test_spectra_bounds_and_errors_over_random_geometries(mode, monkeypatch):
         torch.testing.assert_close(ts.singular_values(layer, shape), values, atol=1e-9, rtol=0)
         operator = read_layer(layer, shape)
         exact += operator.circular
-        low, high = spectrum.norm_range(operator)
+        low, high, found = spectrum.norm_range(operator)
         top, bottom = float(values[0]), float(values[-1])
         assert low <= bottom + 1e-14
+        assert top * (1 - 1e-6) - 1e-12 <= found <= top * (1 + 1e-12)
         assert top <= high * (1 + 1e-15) <= top * (1 + 1e-6) + 1e-12, (layer, shape)
         with monkeypatch.context() as patch:
             patch.setattr(spectrum, "_CERTIFIED_SIDE", 0)  # without the dense matrix
+            patch.setattr(spectrum, "_SMALL_MAP_SIDE", 0)
             assert spectrum.norm_range(operator)[1] >= top * (1 - 1e-15)
             patch.setattr(spectrum, "_BUDGET", 1e4)  # nor all frequencies
             assert spectrum.norm_range(operator)[1] >= top * (1 - 1e-15)
@@ -175,3 +177,81 @@ def test_subclasses_that_compute_something_else_are_refused():
     for cls in (Doubled, Standardised):
         with pytest.raises(TypeError, match="overrides forward"):
             ts.spectral_norm_bound(cls(3, 3, 3), (3, 8, 8))
+
+
+BOUNDS = (ts.singular_values, ts.spectral_norm_bound, ts.extreme_singular_values)
+
+
+def largest(function, layer, shape):
+    found = function(layer, shape)
+    return float(found[0]) if isinstance(found, torch.Tensor) else getattr(found, "largest", found)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize("normalise", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_weights_that_a_hook_sets_are_those_of_the_next_forward_pass(normalise):
+    source, layer = (normalise(nn.Linear(4, 4, bias=False).double()).eval() for _ in range(2))
+    state = source.state_dict()
+    for name in ("weight_g", "weight_orig"):
+        if name in state:
+            state[name] = state[name] * 7
+    layer.load_state_dict(state)  # the attribute `weight` is still the old one
+    found = [largest(function, layer, (4,)) for function in BOUNDS]
+    top = float(torch.linalg.svdvals(dense(layer, (4,)))[0])
+    assert found == pytest.approx([top] * 3, rel=1e-6)
+
+
+def test_hooks_that_can_change_the_function_are_refused():
+    def tenfold(module, args, output=None):
+        return 10 * (args[0] if output is None else output)
+
+    for register in ("register_forward_hook", "register_forward_pre_hook"):
+        layer = nn.Conv2d(3, 3, 3)
+        getattr(layer, register)(tenfold)
+        for function in BOUNDS:
+            with pytest.raises(ValueError, match="tenfold"):
+                function(layer, (3, 8, 8))
+    handle = nn.modules.module.register_module_forward_hook(tenfold)
+    try:
+        with pytest.raises(ValueError, match="tenfold"):
+            ts.spectral_norm_bound(nn.Linear(3, 3))
+    finally:
+        handle.remove()
+
+
+def test_calls_that_are_overridden_are_refused():
+    class Doubled(nn.Linear):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    with pytest.raises(TypeError, match="overrides"):
+        ts.spectral_norm_bound(Doubled(3, 3))
+
+
+def test_complex_weights_are_refused():
+    imaginary = nn.Linear(2, 2, bias=False, dtype=torch.cfloat)
+    imaginary.weight.data.copy_(torch.eye(2) * 3j)
+    for function in BOUNDS:
+        with pytest.raises(ValueError, match="complex"):
+            function(imaginary, (2,))
+
+
+@pytest.mark.parametrize("value", [1.7e308, 5e-324, 0.0])
+@pytest.mark.parametrize("padding_mode", ["circular", "zeros"])
+def test_extreme_weights_neither_overflow_nor_vanish(value, padding_mode, monkeypatch):
+    layer = nn.Conv1d(1, 1, 3, padding=1, padding_mode=padding_mode, bias=False).double()
+    layer.weight.data.copy_(torch.tensor([[[0.0, value, 0.0]]], dtype=torch.float64))
+    assert ts.singular_values(layer, (1, 6)).tolist() == pytest.approx([value] * 6, rel=1e-12)
+    assert ts.extreme_singular_values(layer, (1, 6)).largest == pytest.approx(value, rel=1e-12)
+    monkeypatch.setattr(spectrum, "_CERTIFIED_SIDE", 0)
+    monkeypatch.setattr(spectrum, "_SMALL_MAP_SIDE", 0)
+    assert ts.extreme_singular_values(layer, (1, 6)).largest == pytest.approx(value, rel=1e-12)
+    assert ts.spectral_norm_bound(layer, (1, 6)) >= value
+
+
+@pytest.mark.parametrize(("channels", "size"), [(512, 2), (96, 6)])
+def test_zero_padding_is_tight_on_small_maps(channels, size):
+    layer = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+    found = ts.extreme_singular_values(layer, (channels, size, size), steps=120)
+    bound = ts.spectral_norm_bound(layer, (channels, size, size))
+    assert found.largest <= bound < found.largest * (1 + 1e-3)

@@ -1,5 +1,8 @@
-"""``python -m trysquare``."""
+"""``python -m trysquare``: the command line."""
+
+import sys
 
 from trysquare.cli import main
 
-raise SystemExit(main())
+if __name__ == "__main__":
+    sys.exit(main())

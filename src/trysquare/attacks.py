@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -26,6 +26,7 @@ from trysquare.certification import (
     prepared,
 )
 from trysquare.export import with_fixed_weights
+from trysquare.files import or_infinite, without_infinities
 from trysquare.lipschitz.follow import input_like
 from trysquare.progress import track
 
@@ -40,6 +41,8 @@ _ROUNDS = 30
 _LARGEST = 1e100
 # Classes that an attack looks at, strongest first.
 _RIVALS = 10
+# Of a report, one number for each radius.
+_COLUMNS = ("epsilons", "certified", "attacked")
 # Stands for an infinite certified radius.
 _FAR = 1e6
 
@@ -349,6 +352,13 @@ class Violation:
     label: int
     prediction: int
 
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Violation:
+        """A violation from its part of the report's JSON."""
+        radius, distance = (or_infinite(content[name]) for name in ("radius", "distance"))
+        index, label, prediction = (int(content[name]) for name in ("index", "label", "prediction"))
+        return cls(index, radius, distance, label, prediction)
+
 
 @dataclass(frozen=True)
 class AttackReport:
@@ -391,8 +401,26 @@ class AttackReport:
                 )
 
     def to_json(self) -> str:
-        """Everything as JSON."""
-        return json.dumps(asdict(self), indent=2, allow_nan=False)
+        """Everything as JSON; infinite radii become ``null``. ``from_json`` reads it."""
+        return json.dumps(without_infinities(asdict(self)), indent=2, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> AttackReport:
+        """A report from what ``to_json`` wrote.
+
+        Raises:
+            ValueError: if it is not that.
+        """
+        try:
+            content: dict[str, Any] = json.loads(text)
+            epsilons, certified, attacked = (tuple(map(float, content[name])) for name in _COLUMNS)
+            if not len(epsilons) == len(certified) == len(attacked):
+                raise ValueError(f"{_COLUMNS} differ in length")
+            violations = tuple(Violation.from_dict(violation) for violation in content["violations"])
+            clean, samples = float(content["clean"]), int(content["samples"])
+            return cls(epsilons, certified, attacked, clean, samples, violations)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this is not an attack report in JSON: {error!r}") from error
 
     def __str__(self) -> str:
         lines = [f"{'radius':<10}{'certified':>10}{'attacked':>10}{'clean':>10}"]

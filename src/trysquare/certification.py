@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from trysquare.auditing import _finite
 from trysquare.export import with_fixed_weights
+from trysquare.files import or_infinite, without_infinities
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.lipschitz import follow_classifier
 from trysquare.lipschitz.follow import input_like
@@ -215,7 +215,7 @@ class Certificate:
         accuracies = [{"epsilon": e, "certified_accuracy": self.certified_accuracy(e)} for e in self.epsilons]
         samples = {name: value.tolist() for name, value in vars(self).items() if isinstance(value, Tensor)}
         content = {"clean_accuracy": self.clean_accuracy, "certified": accuracies, **numbers, **samples}
-        return json.dumps(_finite(content), allow_nan=False)
+        return json.dumps(without_infinities(content), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Certificate:
@@ -226,10 +226,12 @@ class Certificate:
         """
         try:
             content: dict[str, Any] = json.loads(text)
-            radii = [math.inf if radius is None else radius for radius in content["radii"]]
-            content["radii"] = torch.tensor(radii, dtype=torch.float64)
+            content["radii"] = torch.tensor(list(map(or_infinite, content["radii"])), dtype=torch.float64)
+            content |= {name: or_infinite(content[name]) for name in ("lipschitz", "evaluation_error", "safety")}
             content |= {name: torch.tensor(content[name], dtype=torch.int64) for name in ("predictions", "labels")}
-            content |= {name: tuple(content[name]) for name in ("epsilons", "input_shape")}
+            content |= {"epsilons": tuple(map(float, content["epsilons"]))}
+            content |= {"input_shape": tuple(map(int, content["input_shape"]))}
+            content |= {"measured_samples": int(content["measured_samples"])}
             return cls(**{name: content[name] for name in cls.__dataclass_fields__})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is not a certificate in JSON: {error!r}") from error

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trysquare.writing import write_whole
+from trysquare.files import write_whole
 
 _KEYS = {"factory", "arguments", "state_dict"}
 
@@ -50,8 +50,8 @@ def load_model(source: str | os.PathLike[str]) -> nn.Module:
     files that you trust.
 
     Raises:
-        ValueError: if there is no such file or factory, the file is not a checkpoint of ours, or its weights are not
-            those of the model that it names.
+        ValueError: if there is no such file or factory, the factory fails, the file is not a checkpoint of ours, or
+            its weights do not fit the model that the factory makes.
     """
     path = model_file(source)
     if path is None:
@@ -89,9 +89,17 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ValueError(f"{path} is not a checkpoint that torch can load: {error}") from error
+        reason = str(error).splitlines()[0] if str(error) else "it ends too early"
+        raise ValueError(
+            f"{path} is truncated or not a checkpoint of trysquare.save_checkpoint ({type(error).__name__}: {reason})"
+        ) from error
     if not isinstance(content, dict) or set(content) != _KEYS:
         raise ValueError(f"{path} is not a checkpoint of trysquare, which holds {sorted(_KEYS)}: see save_checkpoint")
+    for name, kind in (("factory", str), ("arguments", dict), ("state_dict", dict)):
+        if not isinstance(content[name], kind):
+            raise ValueError(
+                f"{path} holds {name}={content[name]!r:.60}, which must be a {kind.__name__}: see save_checkpoint"
+            )
     return content
 
 
@@ -99,13 +107,32 @@ def _make(factory: str, arguments: Mapping[str, Any]) -> nn.Module:
     module_name, _, name = factory.partition(":")
     if not module_name or not name:
         raise ValueError(f"{factory!r} must be a checkpoint file that exists, or 'package.module:factory'")
+    if module_name.startswith(".") or "/" in module_name or module_name.endswith(".py"):
+        raise ValueError(f"{factory!r} names a file; name the module: {_as_module(Path(module_name))}:{name}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         make = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot import {factory!r}: {error}") from error
-    model = make if isinstance(make, nn.Module) else make(**arguments)
+    except Exception as error:  # whatever the module does
+        raise ValueError(f"cannot import {factory!r}: {_named(error)}") from error
+    if isinstance(make, nn.Module):
+        return make
+    try:
+        model = make(**arguments)
+    except Exception as error:  # whatever the factory does
+        raise ValueError(f"{factory!r} failed: {_named(error)}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"{factory!r} made {type(model).__name__}, not an nn.Module")
     return model
+
+
+def _as_module(path: Path) -> str:
+    """How ``python -m`` would name a file, from the working directory or from its own folder."""
+    parts = path.with_suffix("").parts
+    if path.is_absolute() or ".." in parts:
+        return f"in the folder {path.parent}, {parts[-1]}"
+    return ".".join(part for part in parts if part != ".")
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

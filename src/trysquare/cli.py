@@ -13,7 +13,9 @@ from trysquare import training
 from trysquare.auditing import audit
 from trysquare.checkpoint import load_model
 from trysquare.export import FORMATS
-from trysquare.plotting import plot_spectra
+from trysquare.files import check_writable, replacing
+from trysquare.plotting import check_picture, plot_spectra
+from trysquare.report import recipe_images, write_report
 
 Overrides = Mapping[str, Any]
 
@@ -21,18 +23,26 @@ _FAILED, _INTERRUPTED = 1, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``trysquare`` with the given arguments; the exit code."""
+    """Run ``trysquare`` with the given arguments; the exit code: 1 after an error, 130 after an interrupt."""
     try:
         left, overrides = training.split_overrides(sys.argv[1:] if arguments is None else arguments)
         options = _parser().parse_args(left)
         options.run(options, overrides)
     except training.StoppedError as stopped:
-        print(f"trysquare: {stopped}", file=sys.stderr)
-        return _INTERRUPTED
+        return _fail(str(stopped), _INTERRUPTED)
+    except KeyboardInterrupt:
+        return _fail("interrupted", _INTERRUPTED)
     except (ValueError, TypeError, OSError, ImportError, ArithmeticError, AssertionError) as error:
-        print(f"trysquare: {' '.join(str(error).split())}", file=sys.stderr)
-        return _FAILED
+        return _fail(str(error), _FAILED)
+    except Exception as error:  # of somebody else's model, so the type is part of what happened
+        return _fail(f"{type(error).__name__}: {error}", _FAILED)
     return 0
+
+
+def _fail(message: str, code: int) -> int:
+    """Say on one line what failed."""
+    print(f"trysquare: {' '.join(message.split())}", file=sys.stderr)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_attack(commands)
     _add_audit(commands)
     _add_export(commands)
+    _add_run(_command(commands, "report", _report, "write a run as one HTML page with pictures"))
     return parser
 
 
@@ -150,6 +161,10 @@ def _attack(options: argparse.Namespace, overrides: Overrides) -> None:
 
 
 def _audit(options: argparse.Namespace, overrides: Overrides) -> None:
+    if options.json is not None:
+        check_writable(options.json)
+    if options.plot is not None:
+        check_picture(options.plot)
     spectra = options.plot is not None
     if options.input_shape is None:
         report = training.audit_run(training.load_run(options.model, overrides), spectra=spectra)
@@ -157,9 +172,15 @@ def _audit(options: argparse.Namespace, overrides: Overrides) -> None:
         report = audit(load_model(options.model), options.input_shape, spectra=spectra)
     _show(report)
     if options.json is not None:
-        options.json.write_text(report.to_json() + "\n")
+        with replacing(options.json) as file:
+            file.write(f"{report.to_json()}\n".encode())
     if options.plot is not None:
         plot_spectra(report, options.plot)
+
+
+def _report(options: argparse.Namespace, overrides: Overrides) -> None:
+    images, why = recipe_images(options.path, overrides.get("data.root"))
+    print(write_report(options.path, images, why_no_images=why))
 
 
 def _export(options: argparse.Namespace, overrides: Overrides) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from trysquare.writing import write_whole
+from trysquare.files import write_whole
 
 
 def to_torch(model: nn.Module, *, keep: tuple[type[nn.Module], ...] = ()) -> nn.Module:

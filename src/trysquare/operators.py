@@ -10,26 +10,27 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from trysquare.geometry import Pads, Sizes
-from trysquare.layers.conv import (
-    _CONV,
-    _CONV_TRANSPOSE,
-    _Convolution,
-    _flat,
-    _OrthogonalConvolution,
-    _TransposedConvolution,
-)
+from trysquare.layers.conv import _Convolution, _OrthogonalConvolution, _TransposedConvolution
+from trysquare.layers.explicit import _CONV, _CONV_TRANSPOSE, _flat
 from trysquare.layers.heads import UnitNormLinear
 from trysquare.layers.linear import OrthoLinear
 from trysquare.linalg.precision import full_precision
 
+# Torch's hooks that set the weight before each pass.
+WEIGHT_HOOKS = (WeightNorm, SpectralNorm, BasePruningMethod)
 _KNOWN_FORWARD = {
     cls.forward
     for cls in (
@@ -197,11 +198,25 @@ class LinearOperator:
 
     def dense(self) -> Tensor:
         """Matrices ``(groups, image / groups, domain / groups)`` of the convolution."""
-        channels, *sizes = self.domain
-        count = channels // self.groups * math.prod(sizes)
-        basis = torch.eye(count, dtype=self.kernel.dtype).view(count, -1, *sizes)
-        response = self.apply(basis.repeat(1, self.groups, *(1,) * len(sizes)))
-        return response.view(count, self.groups, -1).permute(1, 2, 0)
+        windows, positions = math.prod(self.image[1:]), math.prod(self.domain[1:])
+        taps = self.kernel.flatten(2).unflatten(0, (self.groups, -1))  # (groups, n, m, taps)
+        blocks = taps.new_zeros(windows, positions, *taps.shape[:3])
+        for tap, offsets in enumerate(product(*map(range, self.kernel.shape[2:]))):
+            window, position = self._read_by(offsets)
+            blocks[window, position] += taps[..., tap]
+        return blocks.permute(2, 3, 0, 4, 1).flatten(3).flatten(1, 2)
+
+    def _read_by(self, offsets: Sizes) -> tuple[Tensor, Tensor]:
+        """Windows whose tap at ``offsets`` falls on a position of the domain, and that position, both flattened."""
+        window = position = torch.zeros(1, dtype=torch.long)
+        for axis, dilation, offset in zip(self.axes, self.dilation, offsets, strict=True):
+            windows = torch.arange(axis.windows)
+            padded = windows * axis.stride + dilation * offset
+            inside = padded - axis.pad[0] if axis.mode == "zeros" else axis.sources[padded]
+            kept = (inside >= 0) & (inside < axis.size)
+            window = (window[:, None] * axis.windows + windows[kept]).flatten()
+            position = (position[:, None] * axis.size + inside[kept]).flatten()
+        return window, position
 
 
 def read_layer(layer: nn.Module, input_shape: Sequence[int]) -> LinearOperator:
@@ -209,16 +224,18 @@ def read_layer(layer: nn.Module, input_shape: Sequence[int]) -> LinearOperator:
 
     Raises:
         TypeError: if the layer is of another kind, or a subclass that computes something else.
-        ValueError: if the shape does not fit the layer, or the weight is not finite.
+        ValueError: if the shape does not fit the layer, it has hooks that can change what it computes, or the weight
+            is complex or not finite.
     """
     shape = tuple(input_shape)
     if not all(isinstance(size, int) and size > 0 for size in shape):
         raise ValueError(f"input_shape={input_shape!r} must be positive integers: one input without the batch")
     if not reads(layer):
         raise TypeError(
-            f"{type(layer).__name__} is not a linear or convolution layer of torch or trysquare, or overrides "
-            "forward: its matrix cannot be read off its weight; trysquare.lipschitz_bound follows other modules"
+            f"{type(layer).__name__} is not a linear or convolution layer of torch or trysquare, or overrides forward "
+            "or __call__: its matrix cannot be read off its weight; trysquare.lipschitz_bound follows other modules"
         )
+    _refuse_hooks(layer)
     kernel = used_weight(layer)
     if isinstance(layer, nn.Linear):
         if not shape or shape[-1] != layer.in_features:
@@ -237,15 +254,55 @@ def reads(layer: nn.Module) -> bool:
     forward = getattr(type(layer), "forward", None)
     inner = getattr(type(layer), "_conv_forward", None)
     own = {"forward", "_conv_forward"} & set(layer.__dict__)
-    return forward in _KNOWN_FORWARD and (inner is None or inner in _KNOWN_INNER) and not own
+    called = type(layer).__call__ is nn.Module.__call__
+    return called and forward in _KNOWN_FORWARD and (inner is None or inner in _KNOWN_INNER) and not own
+
+
+def misfit(layer: nn.Module | None, shapes: Sequence[Sequence[int]]) -> str:
+    """What a linear or convolution layer expects instead of inputs of these shapes (without the batch).
+
+    Empty if it is another module or function, or has nothing against them.
+    """
+    if layer is None or not reads(layer) or len(shapes) != 1:
+        return ""
+    try:
+        read_layer(layer, shapes[0])
+    except ValueError as error:
+        return f"{type(layer).__name__.removeprefix('Parametrized')}: {error}"
+    return ""
+
+
+def _refuse_hooks(layer: nn.Module) -> None:
+    """Refuse hooks that can change what the layer computes, except those of torch that set the weight."""
+    before = (*layer._forward_pre_hooks.values(), *torch_module._global_forward_pre_hooks.values())
+    after = (*layer._forward_hooks.values(), *torch_module._global_forward_hooks.values())
+    unknown = [hook for hook in before if not isinstance(hook, WEIGHT_HOOKS)] + list(after)
+    if unknown:
+        names = ", ".join(getattr(hook, "__name__", type(hook).__name__) for hook in unknown)
+        raise ValueError(
+            f"{type(layer).__name__} has forward hooks ({names}), which can change what it computes: remove them first"
+        )
 
 
 @torch.no_grad()
 def used_weight(layer: nn.Module) -> Tensor:
-    """The weight after the casts that the forward pass makes, in float64 on the CPU."""
+    """The weight after the casts that the forward pass makes, in float64 on the CPU.
+
+    The hooks of torch's ``weight_norm``, ``spectral_norm`` and pruning set it before each pass, so until then the
+    attribute is the one of the pass before: they are asked for it.
+    """
     weight: Any = layer.weight
+    for hook in layer._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm) and hook.name == "weight":
+            weight = hook.compute_weight(layer)
+        if isinstance(hook, SpectralNorm) and hook.name == "weight":
+            weight = hook.compute_weight(layer, do_power_iteration=False)
+        if isinstance(hook, BasePruningMethod) and hook._tensor_name == "weight":
+            weight = hook.apply_mask(layer)
     device = weight.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    # Autocast leaves float64 alone.
+    casts = weight.dtype != torch.float64 and torch.amp.is_autocast_available(device)
+    if casts and torch.is_autocast_enabled(device):
         weight = weight.to(torch.get_autocast_dtype(device))
     return checked_weight(weight, type(layer).__name__)
 
@@ -254,8 +311,13 @@ def checked_weight(weight: Tensor, owner: str) -> Tensor:
     """``weight`` in float64 on the CPU.
 
     Raises:
-        ValueError: if it is not finite.
+        ValueError: if it is complex or not finite.
     """
+    if weight.is_complex():
+        raise ValueError(
+            f"the weight of {owner} is complex ({weight.dtype}), and only real ones are supported: write z as the pair "
+            "of its real and imaginary part, which has the same norm"
+        )
     with full_precision(weight):
         exact = weight.detach().to("cpu", torch.float64)
     if not bool(exact.isfinite().all()):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 from trysquare.auditing import AuditReport
+from trysquare.files import check_writable, replacing
 
 
 def plot_spectra(report: AuditReport, path: str | os.PathLike[str]) -> None:
@@ -15,16 +18,14 @@ def plot_spectra(report: AuditReport, path: str | os.PathLike[str]) -> None:
         path: file to write; its ending names the format.
 
     Raises:
-        ValueError: if matplotlib is not installed, or there is nothing to draw.
+        ValueError: if matplotlib is not installed or does not know the format, the file cannot be written, or there is
+            nothing to draw.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("a plot needs matplotlib: pip install 'trysquare[plot]'") from error
+    check_picture(path)
     rows = [(row, row.largest) for row in report.layers if row.largest is not None]
     if not rows:
         raise ValueError("the network has no linear layer: there is no spectrum to draw")
-    figure = Figure(figsize=(10, 5), layout="constrained")
+    figure = _figure()
     axes = figure.subplots()
     for row, largest in rows:
         if row.spectrum:
@@ -38,4 +39,29 @@ def plot_spectra(report: AuditReport, path: str | os.PathLike[str]) -> None:
     axes.set(xlabel="share of the singular values", ylabel="singular value", title=report.summary)
     if len(rows) <= 40:
         axes.legend(fontsize="xx-small", ncols=2)
-    figure.savefig(path)
+    with replacing(path) as file:
+        figure.savefig(file, format=_format(path))
+
+
+def check_picture(path: str | os.PathLike[str]) -> None:
+    """Refuse a picture that could not be drawn or written, before the work of which it is to show the result.
+
+    Raises:
+        ValueError: if matplotlib is not installed or does not know the format, or the file cannot be written.
+    """
+    known = _figure().canvas.get_supported_filetypes()
+    if _format(path) not in known:
+        raise ValueError(f"{path} must end in the name of a format: one of {', '.join(sorted(known))}")
+    check_writable(path)
+
+
+def _format(path: str | os.PathLike[str]) -> str:
+    return Path(path).suffix.removeprefix(".").lower()
+
+
+def _figure() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("a plot needs matplotlib: pip install 'trysquare[plot]'") from error
+    return Figure(figsize=(10, 5), layout="constrained")

@@ -89,7 +89,8 @@ def test_ranges_hold_all_singular_values():
     for shape in ((40, 3, 5), (40, 5, 3), (3, 90, 70), (2, 1, 1)):
         matrices = torch.randn(*shape, dtype=torch.complex128)
         values = torch.linalg.svdvals(matrices)
-        low, high = singular_value_range(matrices.split(7))
+        low, high, found = singular_value_range(matrices.split(7))
+        assert float(values.max()) * (1 - 1e-6) < found <= float(values.max()) * (1 + 1e-12)
         assert low <= float(values.min()) <= float(values.max()) <= high
         assert low > float(values.min()) * (1 - 1e-4) - 1e-3
         assert high < float(values.max()) * (1 + 1e-6)
@@ -104,6 +105,10 @@ def test_gram_iteration_on_thousands_of_matrices():
         assert bool((bounds >= top * scale).all())
         assert bool((bounds <= top * scale * 1.002).all())
     assert float(gram_bound(torch.zeros(2, 2))) == 0
+    turned = torch.polar(torch.ones(3, 3), torch.rand(3, 3)).to(torch.complex128)
+    assert float(gram_bound(turned, 12)) == pytest.approx(float(torch.linalg.matrix_norm(turned, 2)), rel=1e-3)
+    with pytest.raises(ValueError, match="at least 1"):
+        gram_bound(torch.zeros(2, 2), 0)
     assert float(gram_bound(torch.full((1, 1), 5e-324, dtype=torch.float64))) >= 5e-324
 
 
@@ -137,7 +142,7 @@ def test_wide_orthogonal_matrices_have_tight_bounds_whichever_is_looked_at_first
     exact = torch.stack([random_orthogonal(128) for _ in range(12)])
     for _ in range(4):
         rounded = exact[torch.randperm(12)] + 5e-8 * torch.randn_like(exact)
-        low, high = singular_value_range([rounded])
+        low, high, _ = singular_value_range([rounded])
         values = torch.linalg.svdvals(rounded)
         assert low <= float(values.min())
         assert float(values.max()) <= high <= 1 + 1e-5

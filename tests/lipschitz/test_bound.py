@@ -8,35 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import trysquare as ts
+from tests.lipschitz.networks import bound, jacobian_norm
 from tests.resnet import resnet18
 from trysquare.lipschitz import NoRuleError
 from trysquare.lipschitz.modules import _SLOPES
-
-
-class Call(nn.Module):
-    """A network whose forward pass is a function."""
-
-    def __init__(self, function, **tensors):
-        super().__init__()
-        self.function = function
-        for name, tensor in tensors.items():
-            self.register_buffer(name, tensor)
-
-    def forward(self, x):
-        return self.function(self, x)
-
-
-def bound(function, shape=(3, 6, 6), **tensors):
-    return ts.lipschitz_bound(Call(function, **tensors), shape)
-
-
-def jacobian_norm(model, x):
-    """Norm of the dense Jacobian at one input, in float64."""
-    model = model.double().eval()
-    x = x.double().unsqueeze(0)
-    jacobian = torch.autograd.functional.jacobian(model, x)
-    return float(torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), 2))
-
 
 MODULES = [
     (nn.Linear(6, 4), (5, 6)),

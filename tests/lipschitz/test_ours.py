@@ -87,16 +87,48 @@ CASES = {
     "SLLAOCBlock2d": (lambda: ts.SLLAOCBlock2d(4, 6, stride=2, padding_mode="zeros"), SMALL, True),
     "SLLAOCBlock2d, large kernel": (lambda: ts.SLLAOCBlock2d(4, 4, 5, activation=nn.Tanh()), SMALL, True),
     "SLLAOCBlock3d": (lambda: ts.SLLAOCBlock3d(2, 2, hidden_channels=3), (2, 3, 3, 3), True),
+    "SLLBlock2d, groups and dilation": (lambda: randomise(ts.SLLBlock2d(4, dilation=2, groups=2)), SMALL, False),
+    "CPLBlock2d, groups and dilation": (lambda: ts.CPLBlock2d(4, 6, 2, 3, 2, padding_mode="zeros"), SMALL, False),
+    "SLLAOCBlock1d, all": (lambda: ts.SLLAOCBlock1d(4, 6, 3, 2, 3, 2), LINE, True),
+    "SLLAOCBlock1d, all, zeros": (lambda: ts.SLLAOCBlock1d(4, 6, 4, 2, 3, 2, padding_mode="zeros"), LINE, True),
+    "SLLAOCBlockTranspose": (lambda: ts.SLLAOCBlockTranspose(4, 4), SMALL, True),
+    "SLLAOCBlockTranspose1d": (lambda: randomise(ts.SLLAOCBlockTranspose1d(4, 6, 3, 2, 3, 2)), LINE, True),
+    "SLLAOCBlockTranspose2d": (lambda: ts.SLLAOCBlockTranspose2d(4, 2, stride=2), SMALL, True),
+    "SLLAOCBlockTranspose2d, zeros": (
+        lambda: ts.SLLAOCBlockTranspose2d(4, 2, (3, 4), 2, 3, 2, padding_mode="zeros", mid_channels=4),
+        (4, 2, 3),
+        True,
+    ),
+    "SLLAOCBlockTranspose3d": (lambda: ts.SLLAOCBlockTranspose3d(4, 2, 3, (1, 2, 1)), (4, 2, 2, 2), True),
     "SandwichLinear": (lambda: randomise(ts.SandwichLinear(6, 4, hidden_features=12)), (3, 6), True),
     "SandwichAOCConv": (lambda: ts.SandwichAOCConv(4, 4, 3), SMALL, True),
     "SandwichAOCConv1d": (lambda: randomise(ts.SandwichAOCConv1d(4, 6, 3, stride=2)), LINE, True),
     "SandwichAOCConv2d": (lambda: ts.SandwichAOCConv2d(4, 6, 3, stride=2, padding_mode="zeros"), SMALL, True),
     "SandwichAOCConv3d": (lambda: ts.SandwichAOCConv3d(2, 2, 2), (2, 3, 3, 3), True),
+    "SandwichAOCConv1d, all": (lambda: randomise(ts.SandwichAOCConv1d(4, 6, 3, 2, 3, 2)), LINE, True),
+    "SandwichAOCConv1d, all, zeros": (
+        lambda: ts.SandwichAOCConv1d(4, 6, 4, 2, 3, 2, padding_mode="zeros"),
+        LINE,
+        True,
+    ),
+    "SandwichAOCConvTranspose": (lambda: ts.SandwichAOCConvTranspose(4, 4, 3), SMALL, True),
+    "SandwichAOCConvTranspose1d": (lambda: randomise(ts.SandwichAOCConvTranspose1d(4, 6, 3, 2, 3, 2)), LINE, True),
+    "SandwichAOCConvTranspose2d": (
+        lambda: ts.SandwichAOCConvTranspose2d(4, 2, (3, 4), 2, 3, padding_mode="zeros"),
+        (4, 2, 3),
+        True,
+    ),
+    "SandwichAOCConvTranspose3d": (lambda: ts.SandwichAOCConvTranspose3d(4, 2, 2, (1, 2, 1)), (4, 2, 2, 2), True),
     # Built in float32 whatever the dtype of the layer: nothing is rounded to bfloat16 but its input and output.
     "SandwichConv": (lambda: ts.SandwichConv(4, 4, 3), SMALL, False),
     "SandwichConv1d": (lambda: randomise(ts.SandwichConv1d(4, 6, 3, stride=2)), LINE, False),
     "SandwichConv2d": (lambda: ts.SandwichConv2d(4, 6, 3, stride=2, bias=False), SMALL, False),
     "SandwichConv3d": (lambda: ts.SandwichConv3d(2, 2, 2), (2, 3, 3, 3), False),
+    "SandwichConv2d, all": (lambda: randomise(ts.SandwichConv2d(4, 6, 3, 2, 2, 2)), SMALL, False),
+    "SandwichConvTranspose": (lambda: ts.SandwichConvTranspose(4, 4, 3), SMALL, False),
+    "SandwichConvTranspose1d": (lambda: randomise(ts.SandwichConvTranspose1d(4, 6, 3, 2, 2, 2)), LINE, False),
+    "SandwichConvTranspose2d": (lambda: ts.SandwichConvTranspose2d(4, 2, 3, 2), (4, 2, 3), False),
+    "SandwichConvTranspose3d": (lambda: ts.SandwichConvTranspose3d(4, 2, 2, (1, 2, 1)), (4, 2, 2, 2), False),
     "FourierOrthoConv1d": (lambda: ts.FourierOrthoConv1d(4, 6, 3, stride=2), LINE, False),
     "FourierOrthoConv2d": (lambda: ts.FourierOrthoConv2d(4, 6, 3, method="lot"), SMALL, False),
     "FourierOrthoConv3d": (lambda: ts.FourierOrthoConv3d(2, 2, 2, groups=2), (2, 3, 3, 3), False),
@@ -212,7 +244,7 @@ def test_what_the_theorems_do_not_cover_raises():
             ts.lipschitz_bound(layer, MAP)
     hooked = nn.Sequential(nn.Identity())
     hooked[0].register_forward_hook(lambda module, args, out: 5 * out)
-    with pytest.raises(NoRuleError, match=r"LearnableResidual at '0'.*hooks"):
+    with pytest.raises(NoRuleError, match=r"LearnableResidual at 'model'.*hooks"):
         ts.lipschitz_bound(ts.LearnableResidual(hooked), MAP)
 
     class Louder(ts.GlobalMaxPool):
@@ -281,4 +313,4 @@ def test_blocks_are_rows_of_the_audit():
     assert "certified_radii" in str(report)
     residual = ts.audit(nn.Sequential(ts.ConcatResidual(doubled(2))), MAP).layers[0]
     assert residual.verdict == "amplifies"
-    assert residual.remark == "its branch has the bound 2: audit that with input_shape (2, 6, 6)"
+    assert residual.remark == "its branch has the bound 2: see the rows of its layers"

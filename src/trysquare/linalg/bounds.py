@@ -15,12 +15,15 @@ accurate to a few units in the last place.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trysquare.linalg.kernels import adjoint, compose
+from trysquare.linalg.norms import gram_norm_bound
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF, FrequencyBlocks, Polyphase
 
 # By how much a verified bound is raised over the eigenvalue that it was guessed from.
@@ -30,6 +33,8 @@ _WIDE_MARGIN = 5e-4
 _WIDE = 128
 _POWER_STEPS = 8
 _LANCZOS_STEPS = 64
+# Real operations that one certified bound may take before it falls back to a coarser grid of frequencies.
+BUDGET = 4e11
 # Squared norms next to which float64 underflows.
 _NEGLIGIBLE = 1e-200
 # Taps of a kernel that Gram iteration may grow to, times its channels squared.
@@ -43,12 +48,22 @@ def normalized(kernel: Tensor) -> tuple[Tensor, int]:
 
     Exact, except that entries below ``2^-1022`` of the largest are rounded: squares can then neither overflow nor
     vanish.
+
+    Raises:
+        ValueError: if ``kernel`` is complex.
     """
+    if kernel.is_complex():
+        raise ValueError(f"a kernel of {kernel.dtype} is complex, and only real ones are supported")
     exact = kernel.detach().to("cpu", torch.float64)
     largest = float(exact.abs().max()) if exact.numel() else 0.0
     exponent = math.frexp(largest)[1]
-    half = -exponent // 2  # in two factors: 2^1074 is not a float64
-    return exact * 2.0**half * 2.0 ** (-exponent - half), exponent
+    return rescaled(exact, -exponent), exponent
+
+
+def rescaled(values: Tensor, exponent: int) -> Tensor:
+    """``values * 2^exponent``."""
+    half = exponent // 2  # in two factors: 2^1074 is not a float64
+    return values * 2.0**half * 2.0 ** (exponent - half)
 
 
 def rescaled_up(value: float, exponent: int) -> float:
@@ -62,9 +77,29 @@ def rescaled_up(value: float, exponent: int) -> float:
     return math.nextafter(scaled, math.inf) if value > 0 else 0.0
 
 
-def singular_value_range(
-    blocks: Iterable[Tensor], rounding: float = 0.0, *, lowest: bool = True
-) -> tuple[float, float]:
+def rescaled_down(value: float, exponent: int) -> float:
+    """``value * 2^exponent``, rounded down; the largest float64 where that does not fit."""
+    try:
+        return math.ldexp(value, exponent) * (1 - UNIT_ROUNDOFF)
+    except OverflowError:
+        return sys.float_info.max
+
+
+class SingularValueRange(NamedTuple):
+    """Where singular values are.
+
+    Attributes:
+        low: certified lower bound on all of them.
+        high: certified upper bound on all of them.
+        found: largest one that was found, up to rounding: the norm is between this and ``high``. 0 if none was.
+    """
+
+    low: float
+    high: float
+    found: float
+
+
+def singular_value_range(blocks: Iterable[Tensor], rounding: float = 0.0, *, lowest: bool = True) -> SingularValueRange:
     """Certified interval that holds the ``min(n, m)`` singular values of each of many matrices.
 
     ``μ`` is at least every eigenvalue of a Gram matrix ``G`` if and only if ``μ I - G`` has a Cholesky factorisation.
@@ -76,11 +111,8 @@ def singular_value_range(
         blocks: batches ``(..., n, m)``, real or complex double precision, entries of ordinary size.
         rounding: bound on the spectral norm of the error of each matrix.
         lowest: whether the lower end is wanted; otherwise it is 0.
-
-    Returns:
-        Lower and upper end.
     """
-    upper, low, energy, shape = 0.0, math.inf, 0.0, (1, 1)
+    upper, found, low, energy, shape = 0.0, 0.0, math.inf, 0.0, (1, 1)
     for block in blocks:
         small, large = sorted(block.shape[-2:])
         shape = small, large
@@ -89,15 +121,17 @@ def singular_value_range(
         if chunk_energy < _NEGLIGIBLE:  # too small to factorise; the trace is a bound
             upper, low = max(upper, chunk_energy + _NEGLIGIBLE if chunk_energy else 0.0), 0.0
             continue
-        upper = _raised(gram, upper, upper)
+        upper, top = _raised(gram, upper, upper)
+        found = max(found, top)
         if lowest and low > 0:
             mirrored = _shifted(gram, upper)
-            low = min(low, upper - _raised(mirrored, max(0.0, upper - low), upper))
+            low = min(low, upper - _raised(mirrored, max(0.0, upper - low), upper)[0])
     slack = _slack(*shape, upper, energy)
     high = math.sqrt(upper + slack) * (1 + 4 * UNIT_ROUNDOFF) + rounding
+    found = math.sqrt(found)
     if not lowest or low - 2 * slack <= 0:
-        return 0.0, high
-    return max(0.0, math.sqrt(low - 2 * slack) * (1 - 4 * UNIT_ROUNDOFF) - rounding), high
+        return SingularValueRange(0.0, high, found)
+    return SingularValueRange(max(0.0, math.sqrt(low - 2 * slack) * (1 - 4 * UNIT_ROUNDOFF) - rounding), high, found)
 
 
 def _gram(block: Tensor) -> tuple[Tensor, float]:
@@ -120,19 +154,23 @@ def _shifted(gram: Tensor, upper: float) -> Tensor:
     return mirrored
 
 
-def _raised(gram: Tensor, upper: float, scale: float) -> float:
-    """``upper``, or a guess of the top eigenvalue that factorisations show to be above those of all of ``gram``."""
+def _raised(gram: Tensor, upper: float, scale: float) -> tuple[float, float]:
+    """``upper``, or a guess of the top eigenvalue that factorisations show to be above those of all of ``gram``.
+
+    And the largest eigenvalue of any of them that was met on the way (0 if none was looked at).
+    """
     left = gram if upper <= 0 else gram[_not_below(gram, upper)]
-    margin = _MARGIN
+    margin, found = _MARGIN, 0.0
     while len(left):
         top = _top_eigenvalue(left[int(_rayleigh(left).argmax())])
+        found = max(found, top)
         # A guess that is below what is known already was not good enough, so widen the margin: this ends.
         margin = margin if top > upper else 8 * margin
         upper = max(upper, top) + margin * max(scale, top)
         left = left[_not_below(left, upper)]
         if len(left) and gram.shape[-1] >= _WIDE:
             margin = max(margin, min(_WIDE_MARGIN, _spread(left) / max(scale, top)))
-    return upper
+    return upper, found
 
 
 def _spread(gram: Tensor) -> float:
@@ -178,7 +216,7 @@ def _rayleigh(gram: Tensor) -> Tensor:
     return norms.amax((-2, -1))
 
 
-def circular_range(convolution: Polyphase, sizes: tuple[int, ...], *, lowest: bool = True) -> tuple[float, float]:
+def circular_range(convolution: Polyphase, sizes: tuple[int, ...], *, lowest: bool = True) -> SingularValueRange:
     """Certified interval for the singular values of a convolution on a circular domain.
 
     The Fourier transform is unitary, so they are those of the blocks (``FrequencyBlocks``), whose rounding is added.
@@ -191,6 +229,28 @@ def circular_range(convolution: Polyphase, sizes: tuple[int, ...], *, lowest: bo
     blocks = FrequencyBlocks(convolution, convolution.distinct(sizes))
     chunks = (block for block, _ in blocks.chunks("certified bound"))
     return singular_value_range(chunks, blocks.rounding, lowest=lowest)
+
+
+def domain_range(
+    convolution: Polyphase,
+    sizes: tuple[int, ...],
+    everywhere: Polyphase,
+    *,
+    lowest: bool = True,
+    budget: float = BUDGET,
+) -> SingularValueRange:
+    """``circular_range``, or the bound that holds for every domain where this one has too many frequencies.
+
+    Args:
+        convolution: see ``circular_range``.
+        sizes: see ``circular_range``.
+        everywhere: a convolution with the same supremum over all frequencies, for the bound on every domain.
+        lowest: see ``circular_range``.
+        budget: real operations that may be spent on the domain.
+    """
+    if not sizes or convolution.gram_flops(sizes) <= budget:
+        return circular_range(convolution, sizes, lowest=lowest)
+    return SingularValueRange(0.0, any_size_bound(everywhere, budget / 8), 0.0)
 
 
 def any_size_bound(convolution: Polyphase, budget: float) -> float:
@@ -212,7 +272,7 @@ def any_size_bound(convolution: Polyphase, budget: float) -> float:
         grid = tuple(oversampling * degree if degree else 1 for degree in convolution.degrees)
         if convolution.gram_flops(grid) <= budget:
             break
-    low, high = circular_range(convolution, grid)
+    low, high, _ = circular_range(convolution, grid)
     cosines = math.prod(
         math.cos(math.pi * degree / size) for degree, size in zip(convolution.degrees, grid, strict=True)
     )
@@ -224,42 +284,43 @@ def gram_bound(matrices: Tensor, steps: int = 6) -> Tensor:
     """Certified bound on the largest singular value of each matrix, by Gram iteration (Delattre et al., 2023).
 
     ``|A|^(2^t) = |A_t|`` for ``A_0 = A``, ``A_{t+1} = A_tᴴ A_t``, and a spectral norm is at most the Frobenius norm,
-    so ``|A| <= |A_t|_F^(2^-t)``, at most ``rank^(2^-(t+1))`` times too large. Iterates are rescaled to Frobenius norm
-    1, with the logarithm of the scale kept. A step's rounding is at most ``γ |A_t|_F²``, where ``|A_t|² >= |A_t|_F² /
-    rank``.
+    so ``|A| <= |A_t|_F^(2^-t)``, at most ``rank^(2^-(t+1))`` times too large. Computed by ``gram_norm_bound``, whose
+    iterates have Frobenius norm 1, on matrices whose largest entry is 1. A step's rounding is at most ``γ |A_t|_F²``,
+    where ``|A_t|² >= |A_t|_F² / rank``.
+
+    Not used by ``spectral_norm_bound``: it is the method of the papers, to compare with. On a matrix whose singular
+    values are all equal, an orthogonal one, it converges slowest; the factorisations of ``singular_value_range`` are
+    within 1e-7 there.
 
     Args:
         matrices: ``(..., n, m)``, real or complex.
-        steps: how often to square.
+        steps: how often to square, at least once.
 
     Returns:
         ``(...)``, float64.
 
+    Raises:
+        ValueError: if ``steps`` is not positive.
+
     >>> bool(gram_bound(torch.diag(torch.tensor([3.0, 4.0])), 8) >= 4)
     True
     """
+    if steps < 1:
+        raise ValueError(f"steps={steps} must be at least 1: the first makes the Gram matrix")
     small, large = sorted(matrices.shape[-2:])
-    iterate = matrices.detach().to(torch.complex128 if matrices.is_complex() else torch.float64)
-    if small != iterate.shape[-1]:
-        iterate = iterate.mH
-    largest = iterate.abs().amax((-2, -1), keepdim=True)
-    iterate = iterate / torch.where(largest > 0, largest, 1.0)
-    scale = largest.squeeze(-1).squeeze(-1).log()  # of a zero matrix: -inf, and the bound is 0
-    for _ in range(steps):
-        norm = torch.linalg.matrix_norm(iterate, keepdim=True)
-        iterate = iterate / torch.where(norm > 0, norm, 1.0)
-        scale = 2 * (scale + norm.squeeze(-1).squeeze(-1).log())
-        iterate = iterate.mH @ iterate
-    logarithm = (scale + torch.linalg.matrix_norm(iterate).log()) * 2.0**-steps
-    relative = UNIT_ROUNDOFF * (
-        8 * (large + 8) * (small + 2) + 4 * (steps + 2) * (800 + logarithm.abs().clamp_max(800))
-    )
-    bound = logarithm.exp() * (1 + relative)
+    exact = matrices.detach().to(torch.complex128 if matrices.is_complex() else torch.float64)
+    largest = exact.abs().amax((-2, -1))
+    scaled = exact / torch.where(largest > 0, largest, 1.0)[..., None, None]
+    relative = UNIT_ROUNDOFF * (8 * (large + 8) * (small + 2) + 4 * (steps + 2) * (64 + math.log(large)))
+    bound = gram_norm_bound(scaled, steps - 1) * largest * (1 + relative)
     return torch.nextafter(bound, torch.where(bound > 0, torch.inf, 0.0))
 
 
 def circular_gram_bound(convolution: Polyphase, sizes: tuple[int, ...], steps: int = 6) -> float:
-    """Gram iteration on every frequency block of a circular convolution (Delattre et al., 2023)."""
+    """Gram iteration on every frequency block of a circular convolution (Delattre et al., 2023).
+
+    To compare with ``circular_range``, as ``gram_bound``.
+    """
     blocks = FrequencyBlocks(convolution, sizes)
     return max(float(gram_bound(block, steps).max()) for block, _ in blocks.chunks("Gram iteration")) + blocks.rounding
 
@@ -271,6 +332,9 @@ def kernel_gram_bound(convolution: Polyphase, steps: int = 4) -> float:
     to the power ``2^t`` is that of ``|K_t(θ)|``, at most the sum over the taps of ``|K_t[tap]|_F``. Kernels double in
     extent at each step. A step's rounding is at most ``γ`` times the squared sum of the norms of the taps, and
     ``|K_t|_F² / rank`` is at most the squared supremum (Parseval).
+
+    To compare with ``any_size_bound``, which ``spectral_norm_bound`` uses: after the three steps that are affordable
+    the sum over the taps is 15 to 30 % too large (``benchmarks/spectrum.py``).
 
     Args:
         convolution: the convolution, with entries of ordinary size.

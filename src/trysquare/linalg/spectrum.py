@@ -136,13 +136,14 @@ class FrequencyBlocks:
     def rounding(self) -> float:
         """Bound on the Frobenius norm of the error of any block.
 
-        An entry is ``Σ_t K_t e^{i φ_t}``. Angles are reduced in integers, so each of cosine and sine is off by less
-        than ``16 (dims + 1)`` roundoffs, and a sum of ``taps`` products by ``taps + 1`` more, relative to ``Σ_t
-        |K_t|``.
+        An entry is ``Σ_t K_t e^{i φ_t}``. Angles are reduced in integers; each axis adds less than a full turn that was
+        rounded three times (the constant, the product, the sum), so that cosine and sine, themselves rounded, are off
+        by less than ``32 (dims + 1)`` roundoffs; a sum of ``taps`` products by ``taps + 1`` more, relative to
+        ``Σ_t |K_t|``.
         """
         taps, dims = self.convolution.positions.shape
         total = float(self.convolution.coefficients.flatten(2).norm(dim=-1).sum(0).max())
-        return 2 * (taps + 16 * (dims + 1) + 2) * UNIT_ROUNDOFF * total * 1.01
+        return 2 * (taps + 32 * (dims + 1) + 2) * UNIT_ROUNDOFF * total * 1.01
 
     def chunks(self, label: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Blocks ``(f, groups, n, m)``, as many frequencies at a time as fit in memory, and their multiplicities."""

@@ -48,5 +48,5 @@ def follow_classifier(model: nn.Module, input_shape: Sequence[int]) -> Classifie
         head = follower.fetch_attr(str(last.target))
         if isinstance(head, nn.Linear) and find_rule(head) is linear_layer:
             features: Any = last.args[0]
-            return Classifier(follower.result_bound, head, follower.bounds[features])
-    return Classifier(follower.result_bound, None, follower.result_bound)
+            return Classifier(follower.result_bounds[0], head, follower.bounds[features] or 0.0)
+    return Classifier(follower.result_bounds[0], None, follower.result_bounds[0])

@@ -19,54 +19,46 @@ from trysquare.layers.activations import with_slopes_in_unit_interval
 from trysquare.layers.conv import AffineInverse
 from trysquare.layers.fourier import _FourierConvolution, _Plain, _Transposed
 from trysquare.layers.heads import UnitNormLinear
-from trysquare.layers.packing import PackedKernels
-from trysquare.layers.potential import PotentialConv, PotentialLinear
-from trysquare.layers.sandwich import SandwichAOCConv, SandwichLinear, _Sandwich
-from trysquare.layers.sandwich_fourier import SandwichConv
+from trysquare.layers.packing import PackedKernels, unpack
+from trysquare.layers.potential import _PotentialStep
+from trysquare.layers.sandwich import _ExplicitSandwich, _Sandwich
+from trysquare.layers.sandwich_fourier import _FourierSandwich
 from trysquare.layers.shuffle import ChannelShuffle
-from trysquare.layers.sllaoc import SLLAOCBlock
-from trysquare.linalg.bounds import any_size_bound, circular_range, normalized, rescaled_up, singular_value_range
-from trysquare.linalg.kernels import adjoint, compose
+from trysquare.layers.sllaoc import _FusedBlock
+from trysquare.linalg.bounds import domain_range, normalized, rescaled_up, singular_value_range
+from trysquare.linalg.kernels import adjoint
 from trysquare.linalg.precision import at_least_float32, full_precision
 from trysquare.linalg.rescaling import positive
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF, Polyphase, polyphase
+from trysquare.lipschitz.factors import ROUND_UP, axis_norm, constant, factor, matrix_norm, most_windows, own_axis
 from trysquare.lipschitz.follow import follow_part
-from trysquare.lipschitz.modules import (
-    _ROUND_UP,
-    _constant,
-    _most_windows,
-    _must_be_in_eval,
-    _own_axis,
-    axis_norm,
-    linear_layer,
-    matrix_norm,
-)
+from trysquare.lipschitz.modules import linear_layer
 from trysquare.lipschitz.registry import NoRuleError, Shape, find_rule, input_dtype, rule
 from trysquare.operators import LinearOperator, checked_weight, convolution_axes, used_weight
-from trysquare.spectrum import _BUDGET, norm_range
+from trysquare.spectrum import norm_range
 
 _CHUNK_NUMBERS = 1 << 23
 # Distances of kernels below which the quick bound will do.
 _SMALL = 1e-6
 
 # Signs change, or numbers of one input change places.
-rule(activations.Abs, ChannelShuffle, pooling._InvertibleDownsampling, pooling._InvertibleUpsampling)(_constant(1.0))
+rule(activations.Abs, ChannelShuffle, pooling._InvertibleDownsampling, pooling._InvertibleUpsampling)(constant(1.0))
 # The mean is taken off by a projector; norms and maxima over everything that there is are 1-Lipschitz.
-rule(centering.LayerCentering, pooling.GlobalL2NormPool, pooling.GlobalMaxPool)(_constant(1.0))
+rule(centering.LayerCentering, pooling.GlobalL2NormPool, pooling.GlobalMaxPool)(constant(1.0))
 rule(UnitNormLinear)(linear_layer)
 
 
 @rule(activations.MaxMin, activations.GroupSort, activations.FullSort)
 def sorting(layer: Any, shape: Shape) -> float:
     """A permutation that depends on the input, and is continuous."""
-    _own_axis(layer.dim, shape)
+    own_axis(layer.dim, shape)
     return 1.0
 
 
 @rule(activations.NActivation)
 def n_activation(layer: activations.NActivation, shape: Shape) -> float:
     """Slopes 1 and -1, whatever the kinks."""
-    _own_axis(layer.dim, shape)
+    own_axis(layer.dim, shape)
     checked_weight(layer.kinks, "NActivation")
     return 1.0
 
@@ -74,18 +66,15 @@ def n_activation(layer: activations.NActivation, shape: Shape) -> float:
 @rule(activations.Householder)
 def householder(layer: activations.Householder, shape: Shape) -> float:
     """Folds by ``I - 2 v vᵀ``, of norm ``max(1, 2 |v|² - 1)`` for normals ``v`` that were rounded."""
-    _own_axis(layer.dim, shape)
+    own_axis(layer.dim, shape)
     half = 0.5 * layer.theta.detach().to(at_least_float32(layer.theta.dtype))
     normals = torch.stack((half.sin(), -half.cos())).to(input_dtype())
     folds = (2 * checked_weight(normals, "Householder").square().sum(0) - 1).clamp_min(1.0)  # (order, pairs)
-    return float(folds.prod(0).max()) * _ROUND_UP**layer.order
+    return float(folds.prod(0).max()) * ROUND_UP**layer.order
 
 
-@rule(centering.BatchCentering)
-def batch_centering(layer: centering.BatchCentering, shape: Shape) -> float:
-    """In eval mode a translation; in training the samples of a batch are mixed."""
-    _must_be_in_eval(layer)
-    return 1.0
+# In eval mode a translation.
+rule(centering.BatchCentering)(constant(1.0))
 
 
 @rule(scaling.InputScaling)
@@ -94,12 +83,7 @@ def input_scaling(layer: scaling.InputScaling, shape: Shape) -> float:
     smallest = float(checked_weight(layer.std.to(input_dtype()), "InputScaling").abs().min())
     if smallest == 0:
         raise ValueError("a deviation is 0, so the scaling is not Lipschitz; drop the channel that is constant")
-    return 1 / smallest * _ROUND_UP
-
-
-def _factor(value: float) -> float:
-    """A factor that Python gives to torch: itself, or what the arithmetic of the input's dtype rounds it up to."""
-    return max(value, float(torch.tensor(value, dtype=at_least_float32(input_dtype()))))
+    return 1 / smallest * ROUND_UP
 
 
 @rule(pooling._ScaledAvgPool)
@@ -107,35 +91,35 @@ def scaled_avg_pool(layer: Any, shape: Shape) -> float:
     """Averages along one axis at a time, and the factor in front."""
     axes = zip(layer.kernel_size, layer.stride, layer.padding, shape[1:], strict=True)
     norms = (axis_norm(partial(F.avg_pool1d, kernel_size=k, stride=s, padding=p), size) for k, s, p, size in axes)
-    return math.prod(norms) * _factor((math.prod(layer.kernel_size) / layer.overlap) ** 0.5) * _ROUND_UP
+    return math.prod(norms) * factor((math.prod(layer.kernel_size) / layer.overlap) ** 0.5) * ROUND_UP
 
 
 def _shared_windows(layer: Any, shape: Shape) -> int:
     """Largest number of windows that really read the same input."""
     axes = zip(layer.kernel_size, layer.stride, layer.padding, layer.dilation, shape[1:], strict=True)
-    return math.prod(_most_windows(*numbers) for numbers in axes)
+    return math.prod(most_windows(*numbers) for numbers in axes)
 
 
 @rule(pooling._L2NormPool)
 def l2_norm_pool(layer: Any, shape: Shape) -> float:
     """A norm is 1-Lipschitz in its window; an input counts once for each window that reads it."""
     taps = math.prod(layer.kernel_size)
-    factor = _factor(taps / layer.overlap) / taps
-    return 1.0 if (square := factor * _shared_windows(layer, shape)) == 1 else math.sqrt(square) * _ROUND_UP
+    share = factor(taps / layer.overlap) / taps
+    return 1.0 if (square := share * _shared_windows(layer, shape)) == 1 else math.sqrt(square) * ROUND_UP
 
 
 @rule(pooling._LipschitzMaxPool)
 def lipschitz_max_pool(layer: Any, shape: Shape) -> float:
     """A maximum is 1-Lipschitz in its window; an input counts once for each window that reads it."""
     shared = _shared_windows(layer, shape)
-    return 1.0 if shared == layer.overlap == 1 else _factor(layer.overlap**-0.5) * math.sqrt(shared) * _ROUND_UP
+    return 1.0 if shared == layer.overlap == 1 else factor(layer.overlap**-0.5) * math.sqrt(shared) * ROUND_UP
 
 
 @rule(pooling.GlobalScaledAvgPool)
 def global_scaled_avg_pool(layer: Any, shape: Shape) -> float:
     """A row of ``1 / n`` for each channel, times the factor in front."""
     positions = math.prod(shape[1:])
-    return _factor(positions**0.5) / math.sqrt(positions) * _ROUND_UP
+    return factor(positions**0.5) / math.sqrt(positions) * ROUND_UP
 
 
 def _skip_bound(layer: Any, shape: Shape) -> tuple[float, torch.dtype]:
@@ -156,7 +140,7 @@ def learnable_residual(layer: residual.LearnableResidual, shape: Shape) -> float
     total = skip_scale.abs() + scale.abs()
     share = torch.where(total > 0, 1 / torch.where(total > 0, total, 1.0), 0.0)
     through = _size(scale, input_dtype()) * branch * _size(share, branch_dtype)
-    return (_size(skip_scale * share, skip_dtype) * skip + through) * _ROUND_UP
+    return (_size(skip_scale * share, skip_dtype) * skip + through) * ROUND_UP
 
 
 @rule(residual.ConvexResidual)
@@ -164,13 +148,13 @@ def convex_residual(layer: residual.ConvexResidual, shape: Shape) -> float:
     """``(1 - t) L_skip + t L_branch``, both weights as they are rounded."""
     (skip, skip_dtype), (branch, branch_dtype) = _skip_bound(layer, shape), follow_part(layer.branch, shape)
     weight = residual._exact(layer.logit.detach()).sigmoid()
-    return (_size(1 - weight, skip_dtype) * skip + _size(weight, branch_dtype) * branch) * _ROUND_UP
+    return (_size(1 - weight, skip_dtype) * skip + _size(weight, branch_dtype) * branch) * ROUND_UP
 
 
 @rule(residual.ConcatResidual)
 def concat_residual(layer: residual.ConcatResidual, shape: Shape) -> float:
     """The halves do not share an input: the larger of 1 and the branch's bound."""
-    axis = _own_axis(layer.dim, shape) % len(shape)
+    axis = own_axis(layer.dim, shape) % len(shape)
     half = (*shape[:axis], shape[axis] // 2, *shape[axis + 1 :])
     return max(1.0, follow_part(layer.branch, half)[0])
 
@@ -180,7 +164,7 @@ def l2_residual(layer: residual.L2Residual, shape: Shape) -> float:
     """``sqrt(cos² L_skip² + sin² L_branch²)``: a norm of the pair is 1-Lipschitz."""
     (skip, _), (branch, branch_dtype) = _skip_bound(layer, shape), follow_part(layer.branch, shape)
     angle, wide = residual._exact(layer.angle.detach()), at_least_float32(branch_dtype)
-    return math.hypot(_size(angle.cos(), wide) * skip, _size(angle.sin(), wide) * branch) * _ROUND_UP
+    return math.hypot(_size(angle.cos(), wide) * skip, _size(angle.sin(), wide) * branch) * ROUND_UP
 
 
 @rule(AffineInverse)
@@ -199,18 +183,17 @@ def _check_activation(layer: Any) -> None:
         )
 
 
-@rule(PotentialLinear, PotentialConv)
-def potential_step(layer: Any, shape: Shape) -> float:
+@rule(_PotentialStep)
+def potential_step(layer: _PotentialStep, shape: Shape) -> float:
     """``I - 2 MᵀDM`` is symmetric with eigenvalues from ``1 - 2 |M|²`` to 1."""
     _check_activation(layer)
-    kernel = used_weight(layer)
-    if isinstance(layer, PotentialLinear):
+    kernel, step = used_weight(layer), layer._first
+    if not step.dims:
         norm = matrix_norm(kernel)
     else:
-        taps, one = tuple(kernel.shape[2:]), (1,) * layer.dims
-        axes = convolution_axes(shape[1:], taps, one, layer._pads, layer.padding_mode)
-        norm = norm_range(LinearOperator(kernel, one, 1, axes), lowest=False)[1]
-    return max(1.0, (2 * norm**2 - 1) * _ROUND_UP)
+        axes = convolution_axes(shape[1:], step.extent, step.stride, step.pads, step.mode)
+        norm = norm_range(LinearOperator(kernel, step.dilation, step.groups, axes), lowest=False)[1]
+    return max(1.0, (2 * norm**2 - 1) * ROUND_UP)
 
 
 def _built_parts(layer: Any) -> tuple[list[Tensor], tuple[Tensor, ...]]:
@@ -227,9 +210,7 @@ def _built_parts(layer: Any) -> tuple[list[Tensor], tuple[Tensor, ...]]:
 
 def _used_kernels(layer: Any) -> list[Tensor]:
     """The kernels as the forward pass uses them, in float64."""
-    vector = used_weight(layer)
-    sizes = [math.prod(shape) for shape in layer._kernel_shapes]
-    return [part.view(shape) for part, shape in zip(vector.split(sizes), layer._kernel_shapes, strict=True)]
+    return unpack(used_weight(layer), layer._kernel_shapes)
 
 
 def _tap_norms(kernel: Tensor) -> float:
@@ -241,64 +222,69 @@ def _domain_norm(convolution: Polyphase, coarse: tuple[int, ...]) -> float:
     """Certified norm on a circular domain, or on every domain where that one has too many frequencies."""
     coefficients, exponent = normalized(convolution.coefficients)
     scaled = Polyphase(convolution.positions, coefficients)
-    if scaled.gram_flops(coarse) <= _BUDGET:
-        return rescaled_up(circular_range(scaled, coarse, lowest=False)[1], exponent)
-    return rescaled_up(any_size_bound(scaled, _BUDGET / 4), exponent)
+    return rescaled_up(domain_range(scaled, coarse, scaled, lowest=False)[1], exponent)
 
 
-def _composed(after: Tensor, before: Tensor) -> tuple[Tensor, float]:
-    """``compose`` in float64, and a bound on the norm of its rounding error."""
+def _rounding(after: Tensor, before: Tensor) -> float:
+    """Bound on the norm of the rounding error of ``2 compose(after, before)`` in float64."""
     products = after.shape[1] * min(after[0, 0].numel(), before[0, 0].numel())
-    return compose(after, before), 2 * (products + 8) * UNIT_ROUNDOFF * _tap_norms(after) * _tap_norms(before)
+    return 4 * (products + 8) * UNIT_ROUNDOFF * _tap_norms(after) * _tap_norms(before)
 
 
-def _no_wrap(sizes: Shape, reach: int, stride: Shape) -> Shape:
-    """Coarse sizes of a circular domain that is so large that a convolution with zero padding is a part of it.
+def _coarse_sizes(layer: Any, sizes: Shape, reach: int) -> Shape:
+    """Sizes, on the coarse side, of a circular domain that has the block as a part.
 
-    That is so if no window that is ``reach`` wide meets the input again on its other side.
+    That is the domain of the block if it is circular. With zero padding it must be so large that no window that is
+    ``reach`` wide on the fine side meets the map again on its other side.
     """
-    return tuple(-(-(size + reach) // s) for size, s in zip(sizes, stride, strict=True))
+    fine = [size * s if layer.transposed else size for size, s in zip(sizes, layer.stride, strict=True)]
+    wider = 0 if layer.padding_mode == "circular" else reach
+    return tuple(-(-(size + wider) // s) for size, s in zip(fine, layer.stride, strict=True))
 
 
-@rule(SLLAOCBlock)
-def sll_aoc_block(layer: SLLAOCBlock, shape: Shape) -> float:
+@rule(_FusedBlock)
+def sll_aoc_block(layer: _FusedBlock, shape: Shape) -> float:
     """``post (I - 2 KᵀDK) pre``, and what fusing and rounding the three kernels adds.
 
     With ``S + G D F`` exact and ``S'``, ``G'``, ``F'`` used, the difference is at most ``|S' - S| + |G'| |F' - F| +
     |G' - G| |F|`` for every diagonal ``D`` between 0 and 1. With zero padding all of them are parts of convolutions on
-    a larger circle, with ``D = 0`` outside of the hidden map.
+    a larger circle, with ``D = 0`` outside of the hidden map. A transposed block has the transposed matrices.
     """
     _check_activation(layer)
     (pre, post, inner), _ = _built_parts(layer)
-    used = _used_kernels(layer)
-    stride = layer.stride
-    one = (1,) * layer.dims
-    reach = 0 if layer.padding_mode == "circular" else max(max(kernel.shape[2:]) for kernel in used)
-    coarse = _no_wrap(shape[1:], reach, stride)
-    fine = tuple(size * s for size, s in zip(coarse, stride, strict=True))
+    maps = layer._shortcut, layer._first, layer._second
+    coarse = _coarse_sizes(layer, shape[1:], max(max(each.extent) for each in maps))
+    fine = tuple(size * s for size, s in zip(coarse, layer.stride, strict=True))
+    strides: dict[bool, Shape] = {True: layer.stride, False: (1,) * layer.dims}
 
-    def norm(kernel: Tensor, strided: bool = True) -> float:
-        return _domain_norm(polyphase(kernel, stride if strided else one, one, 1), coarse if strided else fine)
+    def norm(kernel: Tensor, strided: bool) -> float:
+        convolution = polyphase(kernel, strides[strided], layer.dilation, layer.groups)
+        return _domain_norm(convolution, coarse if strided else fine)
 
     def distance(kernel: Tensor, other: Tensor, strided: bool) -> float:
         quick = _tap_norms(kernel - other) + UNIT_ROUNDOFF * _tap_norms(kernel)
         return quick if quick < _SMALL else norm(kernel - other, strided) + UNIT_ROUNDOFF * _tap_norms(kernel)
 
-    exact = _composed(post, pre), _composed(inner, pre), _composed(post, -2 * adjoint(inner))
-    pairs = zip(used, exact, (True, False, True), strict=True)
-    shortcut, first, second = (distance(ours, theirs, strided) + error for ours, (theirs, error), strided in pairs)
-    inner_norm, pre_norm = norm(inner, False), norm(pre, False)
-    theorem = norm(post) * pre_norm * max(1.0, 2 * inner_norm**2 - 1)
-    rounded = shortcut + norm(used[2]) * first + second * inner_norm * pre_norm
-    return (theorem + rounded) * _ROUND_UP
+    kernels: Any = layer.parametrization
+    used, exact = _used_kernels(layer), kernels.build_kernels(pre, post, inner)
+    first_strided = layer.transposed
+    roundings = [_rounding(inner, pre), _rounding(post, inner.transpose(0, 1))]
+    roundings = [_rounding(post, pre), *(reversed(roundings) if first_strided else roundings)]
+    pairs = zip(used, exact, (True, first_strided, not first_strided), roundings, strict=True)
+    shortcut, first, second = (distance(ours, theirs, strided) + error for ours, theirs, strided, error in pairs)
+    inner_norm, pre_norm, post_norm = norm(inner, False), norm(pre, False), norm(post, True)
+    theorem = post_norm * pre_norm * max(1.0, 2 * inner_norm**2 - 1)
+    first_norm = inner_norm * (post_norm if first_strided else pre_norm)
+    rounded = shortcut + norm(used[2], not first_strided) * first + second * first_norm
+    return (theorem + rounded) * ROUND_UP
 
 
 def _halved_square(norm: float) -> float:
     """``|[A B]|²`` for ``[A B]`` of ``norm / √2``: the constant of ``√2 Aᵀ Ψ σ(√2 Ψ⁻¹ B x)``."""
-    return norm**2 / 2 * _ROUND_UP
+    return norm**2 / 2 * ROUND_UP
 
 
-@rule(SandwichLinear, SandwichAOCConv)
+@rule(_Sandwich)
 def sandwich(layer: _Sandwich, shape: Shape) -> float:
     """``Q σ(P x)`` has the constant ``|[Qᵀ Ψ⁻¹, Ψ P]|² / 2`` for every positive diagonal ``Ψ``, so for the layer's.
 
@@ -309,16 +295,17 @@ def sandwich(layer: _Sandwich, shape: Shape) -> float:
     psi = checked_weight(positive(_built_parts(layer)[1][0].double()), type(layer).__name__)
     first, second = _used_kernels(layer)
     psi = psi.view(-1, *(1,) * (first.ndim - 1))
-    a, b = adjoint(second) / psi, first * psi
-    if isinstance(layer, SandwichLinear):
+    before, after = layer._first, layer._second
+    a, b = (second if after.transposed else adjoint(second, after.groups)) / psi, first * psi
+    if not isinstance(layer, _ExplicitSandwich):
         both = torch.cat((a, b), 1)
         return _halved_square(matrix_norm(both) + UNIT_ROUNDOFF * float(both.norm()) * 1.01)
-    assert isinstance(layer, SandwichAOCConv)
-    one = (1,) * layer.dims
-    circular = layer.padding_mode == "circular"
-    coarse = _no_wrap(shape[1:], 0 if circular else max(layer.kernel_size) * max(layer.stride), layer.stride)
-    both_convolutions = _side_by_side(polyphase(a, one, one, 1), polyphase(b, layer.stride, one, 1))
-    return _halved_square(_domain_norm(both_convolutions, coarse) + UNIT_ROUNDOFF * (_tap_norms(a) + _tap_norms(b)))
+    convolutions = [
+        polyphase(kernel, way.stride, way.dilation, way.groups) for kernel, way in ((a, after), (b, before))
+    ]
+    coarse = _coarse_sizes(layer, shape[1:], max(before.extent) * max(layer.stride))
+    norm = _domain_norm(_side_by_side(*convolutions), coarse)
+    return _halved_square(norm + UNIT_ROUNDOFF * (_tap_norms(a) + _tap_norms(b)))
 
 
 def _side_by_side(left: Polyphase, right: Polyphase) -> Polyphase:
@@ -350,11 +337,12 @@ def fourier_convolution(layer: _FourierConvolution, shape: Shape) -> float:
     return _blocks_norm(used, type(layer).__name__)
 
 
-@rule(SandwichConv)
-def sandwich_convolution(layer: SandwichConv, shape: Shape) -> float:
-    """As ``sandwich``, with a pair of blocks for each frequency."""
+@rule(_FourierSandwich)
+def sandwich_convolution(layer: _FourierSandwich, shape: Shape) -> float:
+    """As ``sandwich``, with a pair of blocks for each frequency and group."""
     _check_activation(layer)
-    coarse = tuple(size // s for size, s in zip(shape[1:], layer.stride, strict=True))
+    sizes = shape[1:]
+    coarse = sizes if layer.transposed else tuple(n // s for n, s in zip(sizes, layer.stride, strict=True))
     before, after = (response.to(torch.complex128) for response in layer.response(coarse))
     psi = positive(layer.response.free_psi.detach().double()).unsqueeze(-1)
     both = torch.cat((after / psi, before * psi), -1)

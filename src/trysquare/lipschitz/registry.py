@@ -16,7 +16,7 @@ R = TypeVar("R", bound=Rule)
 
 _RULES: dict[type[nn.Module], Rule] = {}
 # Methods that a forward pass of torch's layers or ours is made of: a subclass that overrides one is another function.
-_FORWARD = ("forward", "_conv_forward", "_pool", "_mean", "_skip", "_convolved", "_filtered")
+_FORWARD = ("__call__", "forward", "_conv_forward", "_pool", "_mean", "_skip", "_convolved", "_filtered")
 _INPUT_DTYPE: ContextVar[torch.dtype] = ContextVar("dtype of the input of the module that a rule is asked about")
 
 _DIVIDES = "it divides by the deviation or norm of its input: its only Lipschitz constant is near 1 / sqrt(eps)"
@@ -42,7 +42,7 @@ def rule(*classes: type[nn.Module]) -> Callable[[R], R]:
     The function gets the module and the shape of its input, without the batch (as many shapes as the module has tensor
     inputs), and returns a certified upper bound on the l2 Lipschitz constant: a float, or one for each input (the
     changes of the inputs then add up). It holds for subclasses too, unless they override ``forward``. A later rule
-    replaces an earlier one.
+    replaces an earlier one. Inputs must be given to the module as tensors, by position.
 
     >>> class Erf(nn.Module):
     ...     def forward(self, x):

@@ -23,10 +23,10 @@ from torch import nn
 from trysquare.checkpoint import load_model, packed, save_checkpoint
 from trysquare.data import Loader
 from trysquare.data.sets import Part
+from trysquare.files import write_whole
 from trysquare.training.build import FACTORY, load_images
 from trysquare.training.library import read_recipe
 from trysquare.training.recipe import Recipe
-from trysquare.writing import write_whole
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from trysquare.writing import write_whole
+from trysquare.files import write_whole
 
 
 def test_the_last_content_wins_and_nothing_is_left_over(tmp_path):

@@ -1,0 +1,88 @@
+"""FLOPs, aten calls and saved bytes of building kernels: numbers that do not depend on the machine.
+
+With ``--record`` they become what ``tests/benchmarks/test_counts.py`` allows at most. FLOPs are those of products, by
+torch's counter; factorisations and triangular solves are seen as calls. Forward and backward of the weight alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import trysquare as ts
+from benchmarks import results
+from benchmarks.measure import aten_calls, flops, saved_bytes, weight_gradient
+from benchmarks.report import Part, Table
+from trysquare.progress import track
+
+RECORDED = results.ROOT / "tests" / "benchmarks" / "counts.json"
+# Growth that is allowed: another version of torch may split an operation.
+TOLERANCE = {"flops": 0.01, "calls": 0.05, "saved": 0.01}
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    **{f"square, k{k}": lambda k=k: ts.OrthoConv2d(32, 32, k) for k in range(1, 6)},
+    "wider": lambda: ts.OrthoConv2d(16, 48, 3),
+    "narrower": lambda: ts.OrthoConv2d(48, 16, 3),
+    "stride 2, k3": lambda: ts.OrthoConv2d(16, 32, 3, stride=2),
+    "stride 2, k4": lambda: ts.OrthoConv2d(16, 64, 4, stride=2),
+    "stride 2, parsimonious": lambda: ts.OrthoConv2d(32, 32, 3, stride=2, parsimonious=True),
+    "4 groups": lambda: ts.OrthoConv2d(32, 32, 3, groups=4),
+    "depthwise, multiplier 2": lambda: ts.OrthoConv2d(32, 64, 3, groups=32),
+    "dilation 2": lambda: ts.OrthoConv2d(32, 32, 3, dilation=2),
+    "transposed, stride 2": lambda: ts.OrthoConvTranspose2d(32, 16, 3, stride=2),
+    "1-D, k3": lambda: ts.OrthoConv1d(32, 32, 3),
+    "1-D, k5, stride 2": lambda: ts.OrthoConv1d(16, 32, 5, stride=2),
+    "3-D, k3": lambda: ts.OrthoConv3d(16, 16, 3),
+    "3-D, k2, stride 2": lambda: ts.OrthoConv3d(4, 32, 2, stride=2),
+    "linear": lambda: ts.OrthoLinear(64, 32),
+    **{f"method {name}": lambda name=name: ts.OrthoConv2d(16, 16, 3, method=name) for name in ts.METHODS},
+    **{
+        f"orthogonalizer {name}": lambda name=name: ts.OrthoLinear(64, 32, orthogonalizer=name)
+        for name in ts.linalg.ORTHOGONALIZERS
+    },
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this command."""
+    parser.add_argument("--record", action="store_true", help="make these numbers the limit of the tests")
+
+
+def count(name: str) -> dict[str, int]:
+    """Counts of one of ``LAYERS``, the same in every run."""
+    torch.manual_seed(0)
+    layer = LAYERS[name]()
+    call = weight_gradient(layer)
+    return {"flops": flops(call), "calls": aten_calls(call), "saved": saved_bytes(lambda: layer.weight)}
+
+
+def excess(found: dict[str, int], limit: dict[str, int]) -> dict[str, str]:
+    """What is above its limit by more than the tolerance, with both numbers."""
+    return {
+        key: f"{found[key]} > {limit[key]} + {TOLERANCE[key]:.0%}"
+        for key in limit
+        if found[key] > limit[key] * (1 + TOLERANCE[key])
+    }
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Counts of all layers; they become the limit if asked for."""
+    found = {name: count(name) for name in track(LAYERS, "counting", len(LAYERS))}
+    if arguments.record:
+        results.write(found, RECORDED)
+    return found
+
+
+def describe(data: dict[str, Any]) -> list[Part]:
+    """One table."""
+    rows = [[name, *(f"{number:,}" for number in row.values())] for name, row in data.items()]
+    return [Table(["layer", "FLOPs", "aten calls", "saved bytes"], rows)]
+
+
+def peer_wins(data: dict[str, Any]) -> list[str]:
+    """No peer takes part."""
+    return []

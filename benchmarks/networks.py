@@ -1,0 +1,115 @@
+"""The same network with any kind of convolution: only that class is exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import nn
+
+import trysquare as ts
+from benchmarks import peers
+from benchmarks.peers import Make
+
+
+class Variant(NamedTuple):
+    """A convolution that takes the place of ``nn.Conv2d``.
+
+    Attributes:
+        method: what it computes; variants of the same method are compared with each other.
+        library: whose it is.
+        make: see ``peers.Make``.
+    """
+
+    method: str
+    library: str
+    make: Make
+
+
+def plain(channels: int, outputs: int, kernel_size: int, stride: int, groups: int) -> nn.Module:
+    """Torch's convolution, circular as all others, so that their overhead is not that of the padding."""
+    padding = (kernel_size - 1) // 2
+    return nn.Conv2d(channels, outputs, kernel_size, stride, padding, groups=groups, padding_mode="circular")
+
+
+def ours(method: str, **options: object) -> Make:
+    """Our convolution by one of ``ts.METHODS``."""
+
+    def make(channels: int, outputs: int, kernel_size: int, stride: int, groups: int) -> nn.Module:
+        return ts.OrthoConv2d(channels, outputs, kernel_size, stride, groups=groups, method=method, **options)
+
+    return make
+
+
+def fourier(method: str) -> Make:
+    """Our convolution in the Fourier domain."""
+
+    def make(channels: int, outputs: int, kernel_size: int, stride: int, groups: int) -> nn.Module:
+        return ts.FourierOrthoConv2d(channels, outputs, kernel_size, stride, groups=groups, method=method)
+
+    return make
+
+
+def original_bcop(channels: int, outputs: int, kernel_size: int, stride: int, groups: int) -> nn.Module:
+    """BCOP as Li et al. have it: Björck's iteration, and strides emulated by four times the channels."""
+    convolution = ts.OrthoConv2d(
+        channels * stride**2, outputs, kernel_size, groups=groups, method="bcop", orthogonalizer="bjorck"
+    )
+    return convolution if stride == 1 else nn.Sequential(ts.InvertibleDownsampling2d(stride), convolution)
+
+
+REFERENCE = "Conv2d"
+VARIANTS: dict[str, Variant] = {
+    REFERENCE: Variant("plain", "torch", plain),
+    "AOC": Variant("AOC", "trysquare", ours("aoc")),
+    "AOC parsimonious": Variant("AOC parsimonious", "trysquare", ours("aoc", parsimonious=True)),
+    "BCOP, original style": Variant("BCOP", "trysquare", original_bcop),
+    "SOC": Variant("SOC", "trysquare", ours("soc")),
+    "Cayley": Variant("Cayley", "trysquare", fourier("cayley")),
+    **{f"orthogonium {name}": Variant(name, "orthogonium", make) for name, make in peers.LAYERS.items()},
+}
+# Not orthogonal, so not in the paper's table of costs.
+del VARIANTS["orthogonium AOL"]
+
+
+def resnet34(size: int) -> nn.Module:
+    """The paper's: transition blocks are one strided convolution."""
+    return ts.models.build("resnet34", (3, size, size), 1000, conv="plain", head="plain")
+
+
+def resnet18(size: int) -> nn.Module:
+    """For small images: as usual, a 3x3 convolution without stride and no pooling come first."""
+    model = ts.models.build("resnet34", (3, size, size), 10, conv="plain", head="plain", depths=(2, 2, 2, 2))
+    stem, activation, _, *rest = model.features
+    first = nn.Conv2d(3, stem.out_channels, 3, padding=1, padding_mode="circular")
+    model.features = nn.Sequential(first, activation, *rest)
+    return model
+
+
+def depthwise(size: int) -> nn.Module:
+    """The paper's network of residual depthwise blocks for CIFAR-10."""
+    return ts.models.build("cifar10-accurate", (3, size, size), 10, head="plain")
+
+
+NETWORKS: dict[str, Callable[[int], nn.Module]] = {"resnet34": resnet34, "resnet18": resnet18, "depthwise": depthwise}
+
+
+def exchange(
+    model: nn.Module, convolution: Make | None = None, linear: Callable[[int, int], nn.Module] | None = None
+) -> nn.Module:
+    """Put other layers in the place of every ``nn.Conv2d`` and, if asked for, of every ``nn.Linear``, ours included."""
+    for name, child in list(model.named_children()):
+        if isinstance(child, nn.Conv2d) and convolution is not None:
+            kernel_size, stride = child.kernel_size[0], child.stride[0]
+            new = convolution(child.in_channels, child.out_channels, kernel_size, stride, child.groups)
+            setattr(model, name, new)
+        elif isinstance(child, nn.Linear) and linear is not None:
+            setattr(model, name, linear(child.in_features, child.out_features))
+        else:
+            exchange(child, convolution, linear)
+    return model
+
+
+def build(network: str, size: int, variant: str) -> nn.Module:
+    """One of ``NETWORKS`` for images of a size, with the convolutions of one of ``VARIANTS``."""
+    return exchange(NETWORKS[network](size), VARIANTS[variant].make)

@@ -1,0 +1,175 @@
+"""The paper's figure on ways to an orthonormal matrix: time, precision and how well a network trains with each.
+
+Precision is the largest ``|σ - 1|`` of a 128 x 128 result in float32, for free matrices of growing condition number; a
+way that refuses instead of returning something else is said to. Trainability: the network of Li et al. for a fixed
+number of steps, on CIFAR-10 (``--data``) or the digits of the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import trysquare as ts
+from benchmarks import peers
+from benchmarks.measure import interleaved
+from benchmarks.networks import exchange, ours
+from benchmarks.report import Part, Plot, Table, better_peers, milliseconds
+from benchmarks.training import Run, Task, as_json, certificate, train
+from trysquare.progress import track
+
+PEER = "orthogonium Björck-Bowie"
+SHAPES = ((1, 64, 64), (1, 128, 512), (4, 128, 256), (1, 512, 512))
+CONDITIONS = tuple(10.0**power for power in range(9))
+SIZE = 128
+NETWORK = "bcop-small"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this command."""
+    parser.add_argument("--data", help="folder of CIFAR-10; the digits of the package without it")
+    parser.add_argument("--steps", type=int, help="training steps with each; 500 (--quick: 10)")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds after which a training run stops early")
+    parser.add_argument("--batch", type=int, default=128)
+
+
+def ways(shape: tuple[int, ...]) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Ours, and the peer's default for matrices of this shape if it is installed."""
+    found: dict[str, Callable[[Tensor], Tensor]] = {n: e.apply for n, e in ts.linalg.ORTHOGONALIZERS.items()}
+    return {**found, PEER: peers.BjorckBowie(shape)} if peers.installed() else found
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Samples of times, errors, and training runs."""
+    shapes = SHAPES[:3] if arguments.quick else SHAPES
+    steps = arguments.steps or (10 if arguments.quick else 500)
+    task = Task(arguments.data, arguments.batch, test_images=500 if arguments.quick else None)
+    return {
+        "times": [_times(shape) for shape in track(shapes, "times", len(shapes))],
+        "errors": {name: _errors(way) for name, way in ways((1, SIZE, SIZE)).items()},
+        "training": {
+            "data": task.name,
+            "steps": steps,
+            "batch": task.batch,
+            "runs": _runs(task, steps, arguments.limit),
+        },
+    }
+
+
+def _times(shape: tuple[int, ...]) -> dict[str, Any]:
+    start = nn.init.orthogonal_(torch.empty(shape[-2:])).expand(shape) + 0.01 * torch.randn(shape)
+    matrix, direction = start.requires_grad_(), torch.randn(shape)
+    calls = {name: lambda way=way: way(matrix).backward(direction, inputs=matrix) for name, way in ways(shape).items()}
+    return {"shape": list(shape), "seconds": interleaved(calls, 15)}
+
+
+def with_condition(condition: float, size: int = SIZE) -> Tensor:
+    """A matrix of norm 1 with singular values spread evenly, on a logarithmic scale, down to ``1 / condition``."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q for _ in "lr")
+    values = torch.logspace(0, -torch.tensor(condition).log10(), size, dtype=torch.float64)
+    return ((left * values) @ right).float().unsqueeze(0)
+
+
+def _errors(way: Callable[[Tensor], Tensor]) -> list[float | None]:
+    """Largest ``|σ - 1|`` at each condition number; ``None`` where the way refuses."""
+    found: list[float | None] = []
+    for condition in CONDITIONS:
+        try:
+            with torch.no_grad():
+                values = torch.linalg.svdvals(way(with_condition(condition)).double())
+            found.append(float((values - 1).abs().max()))
+        except ArithmeticError:
+            found.append(None)
+    return found
+
+
+def networks(task: Task) -> dict[str, nn.Module]:
+    """The same network with each way."""
+    made = {name: _network(task) for name in ways((1, SIZE, SIZE))}
+    for name, model in made.items():
+        if name == PEER:
+            exchange(model, peers.aoc, peers.linear)
+        else:
+            exchange(model, ours("aoc", orthogonalizer=name), partial(ts.OrthoLinear, orthogonalizer=name))
+    return made
+
+
+def _network(task: Task) -> nn.Module:
+    return ts.models.build(NETWORK, task.shape, 10, mean=0.5)
+
+
+def _runs(task: Task, steps: int, limit: float) -> dict[str, Any]:
+    torch.manual_seed(0)
+    found = {}
+    for name, model in networks(task).items():
+        torch.manual_seed(0)
+        run = train(model, task, steps=steps, seconds=limit, label=f"training, {name}")
+        found[name] = {**as_json(run), **certificate(model, task)}
+    return found
+
+
+def describe(data: dict[str, Any]) -> list[Part]:
+    """Three tables and two plots."""
+    return [_time_table(data["times"]), *_precision(data["errors"]), *_trainability(data["training"])]
+
+
+def _time_table(entries: list[dict[str, Any]]) -> Table:
+    shapes = [" x ".join(map(str, entry["shape"])) for entry in entries]
+    names = list(entries[0]["seconds"])
+    rows = [[name, *(milliseconds(median(entry["seconds"][name])) for entry in entries)] for name in names]
+    return Table(["forward and backward, ms", *shapes], rows, "Time")
+
+
+def _precision(errors: dict[str, list[float | None]]) -> list[Part]:
+    shown = [[name, *("refuses" if e is None else f"{e:.0e}" for e in row)] for name, row in errors.items()]
+    heads = [f"{condition:.0e}" for condition in CONDITIONS]
+    series = {}
+    for name, row in errors.items():
+        points = [(c, e) for c, e in zip(CONDITIONS, row, strict=True) if e is not None]
+        series[name] = ([c for c, _ in points], [max(e, 1e-9) for _, e in points])
+    title = "Largest |σ - 1| against the condition number"
+    plot = Plot("orthogonalizers-precision", title, series, "condition number", "largest |σ - 1|", log="xy")
+    return [Table(["condition number", *heads], shown, title), plot]
+
+
+def _trainability(training: dict[str, Any]) -> list[Part]:
+    rows, series = [], {}
+    for name, entry in training["runs"].items():
+        run = Run(entry["seconds"], entry["losses"])
+        steps = [b - a for a, b in zip([0.0, *run.seconds], run.seconds, strict=False)]
+        last = run.losses[-20:]
+        shares = (f"{share:.1%}" for share in (entry["accuracy"], entry["certified"][0]))
+        cells = [str(len(steps)), milliseconds(median(steps)), f"{run.seconds[-1]:.0f}"]
+        rows.append([name, *cells, f"{sum(last) / len(last):.3f}", *shares])
+        series[name] = run.smoothed(max(1, len(run.losses) // 50))
+    title = f"{NETWORK} on {training['data']}, up to {training['steps']} steps of {training['batch']} images"
+    columns = ["orthogonalizer", "steps", "step ms", "seconds", "last loss", "test accuracy", "certified at 36/255"]
+    return [Table(columns, rows, title), Plot("orthogonalizers-training", title, series, "step", "loss")]
+
+
+def peer_wins(data: dict[str, Any]) -> list[str]:
+    """Where the peer's default is faster than our default or than our Björck, more precise, or trains further."""
+    found = []
+    for entry in data["times"]:
+        seconds = {name: 1e3 * median(samples) for name, samples in entry["seconds"].items()}
+        shape = " x ".join(map(str, entry["shape"]))
+        for name in ("cholesky", "bjorck"):
+            if PEER in seconds:
+                mine, theirs = {"Björck-Bowie": seconds[name]}, {"Björck-Bowie": seconds[PEER]}
+                found += better_peers(f"{name}, matrix {shape}", "ms", mine, theirs)
+    errors = data["errors"]
+    for condition, mine, theirs in zip(CONDITIONS, errors["cholesky"], errors.get(PEER, []), strict=False):
+        if theirs is not None and (mine is None or mine > 2 * theirs):
+            found.append(f"precision at condition number {condition:.0e}: {PEER} {theirs:.0e}, cholesky {mine}.")
+    runs = data["training"]["runs"]
+    if PEER in runs and runs[PEER]["accuracy"] > runs["cholesky"]["accuracy"] + 0.005:
+        theirs, mine = (f"{runs[name]['accuracy']:.1%}" for name in (PEER, "cholesky"))
+        found.append(f"accuracy after {data['training']['steps']} steps: {PEER} {theirs}, cholesky {mine}.")
+    return found

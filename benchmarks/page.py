@@ -1,0 +1,95 @@
+"""Write ``docs/benchmarks.md`` and its figures from the results in ``benchmarks/results/``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results
+from benchmarks.commands import TITLES, command
+from benchmarks.report import Part, Plot, Table
+
+PAGE = results.ROOT / "docs" / "benchmarks.md"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this command."""
+    parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder of the JSON files")
+    parser.add_argument("--page", type=Path, default=PAGE, help="file to write; figures go to figures/ next to it")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Write the page, and the figures if matplotlib is installed."""
+    found = results.read(arguments.results)
+    arguments.page.write_text(render(found))
+    for plot in plots(found):
+        plot.save(arguments.page.parent / "figures")
+    print(f"written to {arguments.page}")
+
+
+def plots(found: dict[str, dict[str, Any]]) -> list[Plot]:
+    """All figures of the page."""
+    return [part for name, result in found.items() for part in _parts(name, result) if isinstance(part, Plot)]
+
+
+def _parts(name: str, result: dict[str, Any]) -> list[Part]:
+    return command(name).describe(result["data"])
+
+
+def render(found: dict[str, dict[str, Any]]) -> str:
+    """The page."""
+    lines = [
+        "# Benchmarks",
+        "",
+        "This page is made by `python -m benchmarks page` from the JSON files in `benchmarks/results/`, which hold "
+        "every sample. Do not edit it. Ratios are within one run, in which all contestants take turns; times depend on "
+        "the machine.",
+        "",
+        "## Where a peer is better",
+        "",
+        *_wins(found),
+    ]
+    for name, title in TITLES.items():
+        lines += ["", f"## {title}", "", *_section(name, found.get(name))]
+    return "\n".join(lines) + "\n"
+
+
+def _wins(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Found in the data: rows in which the peer's number is better by more than 2 %."""
+    lines = [f"* {win}" for name, result in found.items() for win in command(name).peer_wins(result["data"])]
+    if lines:
+        return lines
+    with_peer = [name for name, result in found.items() if not result["missing"]]
+    return [f"In none of the measurements below ({', '.join(with_peer) or 'no peer was installed'})."]
+
+
+def _section(name: str, result: dict[str, Any] | None) -> list[str]:
+    if result is None:
+        return [f"Not measured yet: `python -m benchmarks {name}`."]
+    summary, *details = (command(name).__doc__ or "").strip().split("\n\n")
+    lines = [summary.replace("\n", " "), *(f"\n{part}".replace("``", "`") for part in details)]
+    lines[0] = lines[0].replace("``", "`")
+    lines += ["", *_origin(result)]
+    for part in _parts(name, result):
+        lines += ["", _markdown(part)]
+    return lines
+
+
+def _origin(result: dict[str, Any]) -> list[str]:
+    machine, versions = result["machine"], result["versions"]
+    with_what = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    kind = " A quick run: few samples of small cases." if result["quick"] else ""
+    return [
+        f"`{result['line']}` on {result['date']}: {machine['cpu']}, {machine['cores']} cores, "
+        f"{machine['memory_gb']} GB, {result['threads']} threads; {with_what}.{kind}",
+        *(f"\nMissing: {lost}." for lost in result["missing"]),
+    ]
+
+
+def _markdown(part: Part) -> str:
+    if isinstance(part, Table):
+        return part.markdown()
+    if isinstance(part, Plot):
+        return f"![{part.title}](figures/{part.name}.svg)"
+    return part

@@ -1,0 +1,124 @@
+"""Layers of ``orthogonium``, the paper's library, behind one signature; what is missing is said, not raised."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+Make = Callable[[int, int, int, int, int], nn.Module]
+"""From input and output channels, kernel size, stride and groups to a circular convolution."""
+
+_HOW = "pip install -c constraints.txt '.[bench]'"
+
+
+def missing() -> list[str]:
+    """What is not installed, and what that leaves out."""
+    lost = {"orthogonium": "its figures", "einops": "orthogonium's copies of BCOP, SOC and Cayley, which need it"}
+    return [f"{name} is not installed ({_HOW}): without {what}" for name, what in lost.items() if not find_spec(name)]
+
+
+def installed() -> bool:
+    """Whether the peer is there."""
+    return find_spec("orthogonium") is not None
+
+
+def load(module: str, name: str) -> Any:
+    """An object of ``orthogonium``, without the warnings of its import.
+
+    Raises:
+        ImportError: if it, or something it needs, is not installed.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return getattr(import_module(f"orthogonium.{module}"), name)
+
+
+class _NoAccelerator(TorchFunctionMode):
+    """Its copies of BCOP and SOC put tensors on the first accelerator, whether there is one or not: leave them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+def _without_groups(module: str, name: str, groups: int) -> Any:
+    if groups > 1:
+        raise ValueError(f"orthogonium's {name} has no groups")
+    return load(module, name)
+
+
+def aoc(channels: int, outputs: int, kernel_size: int, stride: int, groups: int, **options: Any) -> nn.Module:
+    """Its adaptive orthogonal convolution."""
+    make = load("layers", "AdaptiveOrthoConv2d")
+    padding = (kernel_size - 1) // 2
+    shape = (channels, outputs, kernel_size, stride)
+    return make(*shape, padding=padding, groups=groups, padding_mode="circular", **options)
+
+
+def adaptive_soc(channels: int, outputs: int, kernel_size: int, stride: int, groups: int) -> nn.Module:
+    """Its SOC with an explicit kernel, larger than asked for: padded so that the map is ``stride`` times smaller."""
+    make = load("layers.conv.adaptiveSOC", "AdaptiveSOCConv2d")
+    options = {"groups": groups, "padding_mode": "circular"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        taps = make(channels, outputs, kernel_size, stride, padding=0, **options).weight.shape[-1]
+        return make(channels, outputs, kernel_size, stride, padding=(taps - 1) // 2, **options)
+
+
+def bcop(channels: int, outputs: int, kernel_size: int, stride: int, groups: int) -> nn.Module:
+    """Its copy of the original BCOP; strides are emulated."""
+    with _NoAccelerator():
+        return _without_groups("legacy.block_ortho_conv", "BCOP", groups)(channels, outputs, kernel_size, stride)
+
+
+def soc(channels: int, outputs: int, kernel_size: int, stride: int, groups: int) -> nn.Module:
+    """Its copy of the original SOC, by repeated convolution with zeros around the map; strides are emulated."""
+    with _NoAccelerator():
+        return _without_groups("legacy.skew_ortho_conv", "SOC", groups)(channels, outputs, kernel_size, stride)
+
+
+def cayley(channels: int, outputs: int, kernel_size: int, stride: int, groups: int) -> nn.Module:
+    """Its copy of the original Cayley convolution; strides are emulated."""
+    chosen = _without_groups("legacy.cayley_ortho_conv", "Cayley", groups)
+    return chosen(channels, outputs, kernel_size, stride=stride)
+
+
+def aol(channels: int, outputs: int, kernel_size: int, stride: int, groups: int) -> nn.Module:
+    """Its AOL convolution."""
+    make = load("layers.conv.AOL", "AOLConv2D")
+    padding = (kernel_size - 1) // 2
+    return make(channels, outputs, kernel_size, stride, padding=padding, groups=groups, padding_mode="circular")
+
+
+def linear(features: int, outputs: int) -> nn.Module:
+    """Its orthogonal linear layer."""
+    return load("layers", "OrthoLinear")(features, outputs)
+
+
+class BjorckBowie(nn.Module):
+    """Its default way to an orthonormal matrix: power iteration, then twelve steps of Björck and Bowie."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        parameters = load("reparametrizers", "OrthoParams")()
+        self.steps = nn.Sequential(parameters.spectral_normalizer(shape), parameters.orthogonalizer(shape))
+
+    def forward(self, matrix: torch.Tensor) -> torch.Tensor:
+        """``(b, n, m)`` to the same shape."""
+        return self.steps(matrix)
+
+
+LAYERS: dict[str, Make] = {
+    "AOC": aoc, "BCOP": bcop, "SOC": soc, "adaptive SOC": adaptive_soc, "Cayley": cayley, "AOL": aol,
+}  # fmt: skip

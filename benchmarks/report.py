@@ -1,0 +1,136 @@
+"""What a command has to say, for the terminal and for the page alike: sentences, tables and plots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+
+# Less than this is within what two runs of the same program differ by.
+NOISE = 1.02
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells that are ready to read.
+
+    Attributes:
+        columns: heads; the first column is for names.
+        rows: cells.
+        title: a line above, in the terminal and on the page.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+
+    def text(self) -> str:
+        """Aligned for a terminal."""
+        lines = [list(self.columns), *map(list, self.rows)]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
+        aligned = [
+            "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))  # noqa: B905
+            for line in lines
+        ]
+        return "\n".join([*([self.title] if self.title else []), *aligned])
+
+    def markdown(self) -> str:
+        """For the page."""
+        rule = ["---", *["---:"] * (len(self.columns) - 1)]
+        lines = ["| " + " | ".join(cells) + " |" for cells in (self.columns, rule, *self.rows)]
+        return "\n".join([*([f"**{self.title}**", ""] if self.title else []), *lines])
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Lines over numbers, or bars over names.
+
+    Attributes:
+        name: of the file, without ending.
+        title: above the plot.
+        series: label to ``x`` and ``y``.
+        x: what the horizontal axis shows.
+        y: what the vertical axis shows.
+        ticks: names of the places 0, 1, ... of a plot of bars; lines otherwise.
+        log: which axes are logarithmic, of ``"xy"``.
+        reference: height of a thin line to compare with.
+    """
+
+    name: str
+    title: str
+    series: Series
+    x: str
+    y: str
+    ticks: Sequence[str] = ()
+    log: str = ""
+    reference: float | None = None
+    size: tuple[float, float] = field(default=(7.5, 4.2))
+
+    def save(self, folder: Path) -> Path:
+        """Draw into ``folder``; the same numbers make the same file.
+
+        Raises:
+            ImportError: without matplotlib.
+        """
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=self.size, layout="constrained")
+        axes = figure.subplots()
+        for number, (label, (xs, ys)) in enumerate(self.series.items()):
+            if self.ticks:
+                width = 0.8 / len(self.series)
+                axes.bar([x + width * (number - (len(self.series) - 1) / 2) for x in xs], ys, width, label=label)
+            else:
+                axes.plot(xs, ys, marker=".", label=label)
+        if self.ticks:
+            axes.set_xticks(range(len(self.ticks)), self.ticks, rotation=35, ha="right")
+        if self.reference is not None:
+            axes.axhline(self.reference, color="black", linewidth=0.8)
+        axes.set(title=self.title, xlabel=self.x, ylabel=self.y)
+        if "x" in self.log:
+            axes.set_xscale("log")
+        if "y" in self.log:
+            axes.set_yscale("log")
+        axes.legend(fontsize="x-small", ncols=2)
+        axes.grid(alpha=0.3)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.name}.svg"
+        with rc_context({"svg.hashsalt": self.name}):
+            figure.savefig(path, metadata={"Date": None})
+        return path
+
+
+Part = str | Table | Plot
+
+
+def to_text(parts: Sequence[Part]) -> str:
+    """Sentences and tables, for the terminal."""
+    return "\n\n".join(part.text() if isinstance(part, Table) else part for part in parts if not isinstance(part, Plot))
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits."""
+    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
+
+
+def times(ratio: float) -> str:
+    """A ratio."""
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x"
+
+
+def megabytes(number: float) -> str:
+    """Bytes in units of a million."""
+    return f"{number / 1e6:.1f}" if number < 1e8 else f"{number / 1e6:.0f}"
+
+
+def better_peers(what: str, unit: str, ours: Mapping[str, float], theirs: Mapping[str, float]) -> list[str]:
+    """A sentence for each peer that is below ours of the same name by more than noise (less is better)."""
+    return [
+        f"{what}: {name} of orthogonium takes {theirs[name]:.3g} {unit}, ours {value:.3g} {unit} "
+        f"({times(value / theirs[name])})."
+        for name, value in ours.items()
+        if name in theirs and value > NOISE * theirs[name]
+    ]

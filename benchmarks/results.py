@@ -1,0 +1,82 @@
+"""Results on disk: what was measured, on which machine, with what."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trysquare as ts
+from trysquare.files import write_whole
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "benchmarks" / "results"
+PACKAGES = ("torch", "numpy", "orthogonium", "einops", "matplotlib")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores and memory, as far as the system tells."""
+    return {
+        "cpu": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def _field(path: str, name: str) -> str | None:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), None)
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python, of this library and of the packages that take part; ``None`` if one is not installed."""
+    return {"python": platform.python_version(), "trysquare": ts.__version__, **{p: _version(p) for p in PACKAGES}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def record(command: str, line: list[str], quick: bool, missing: list[str], data: Any) -> dict[str, Any]:
+    """Everything that belongs to a result."""
+    return {
+        "command": command,
+        "line": "python -m benchmarks " + " ".join(line),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "quick": quick,
+        "threads": torch.get_num_threads(),
+        "machine": machine(),
+        "versions": versions(),
+        "missing": missing,
+        "data": data,
+    }
+
+
+def default_path(command: str, quick: bool) -> Path:
+    """Where a result goes if nothing else is asked for: quick ones to a folder of their own, which git ignores."""
+    return FOLDER / ("quick" if quick else ".") / f"{command}.json"
+
+
+def write(content: Any, path: Path) -> None:
+    """Write JSON so that the file is the old one or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def read(folder: Path) -> dict[str, dict[str, Any]]:
+    """All results in a folder, by command."""
+    found = (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))
+    return {result["command"]: result for result in found}

@@ -1,0 +1,91 @@
+"""Files that are written as a whole or not at all, and numbers that JSON does not have."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file to write to that takes the place of ``path`` at the end, in one step.
+
+    If anything goes wrong, an interrupt included, the old file stays as it was. What is no file, such as a pipe, is
+    written to directly.
+
+    Raises:
+        OSError: if it cannot be written (disk full, folder read-only); it names the file.
+    """
+    target = Path(path).resolve()
+    if target.exists() and not target.is_file():
+        with target.open("wb") as file:
+            yield file
+        return
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except OSError as error:
+        _remove(temporary)
+        reason = f"cannot write {target}: {error.strerror or error}; what was there before is untouched"
+        raise OSError(error.errno, reason) from error
+    except BaseException:
+        _remove(temporary)
+        raise
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:  # a folder that turned read-only keeps it; the first error is the one to tell
+        return
+
+
+def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
+    """Write a file in one step: whoever reads it sees the old or the new content, whatever happens meanwhile.
+
+    Raises:
+        OSError: if it cannot be written; it names the file, which is as it was.
+    """
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Refuse a file that could not be written, before the work of which it is to hold the result.
+
+    Raises:
+        ValueError: if the folder is missing or not writable, or the path is a folder.
+    """
+    target = Path(path).resolve()
+    probe = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        if target.is_dir():
+            raise IsADirectoryError("it is a folder")
+        if not target.exists() or target.is_file():
+            probe.touch(exist_ok=False)
+            probe.unlink()
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def without_infinities(value: Any) -> Any:
+    """The same with ``None`` for numbers that JSON does not have, in dictionaries, lists and tuples."""
+    if isinstance(value, dict):
+        return {name: without_infinities(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_infinities(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def or_infinite(value: float | None) -> float:
+    """A number from JSON, where infinity is ``null``."""
+    return math.inf if value is None else float(value)

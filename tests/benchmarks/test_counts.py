@@ -1,0 +1,24 @@
+"""Building kernels costs no more than it did: a guard that does not look at the clock."""
+
+import json
+
+import pytest
+from benchmarks.counts import LAYERS, RECORDED, count, excess
+
+HOW = "if the growth is meant, run python -m benchmarks counts --record"
+LIMITS = json.loads(RECORDED.read_text())
+
+
+def test_every_layer_is_recorded():
+    assert LIMITS.keys() == LAYERS.keys(), HOW
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_costs_have_not_grown(name):
+    assert not excess(count(name), LIMITS[name]), HOW
+
+
+def test_growth_is_seen():
+    limit = {"flops": 1000, "calls": 100, "saved": 1000}
+    assert not excess({"flops": 1010, "calls": 105, "saved": 1}, limit)
+    assert excess({"flops": 1011, "calls": 106, "saved": 1000}, limit).keys() == {"flops", "calls"}

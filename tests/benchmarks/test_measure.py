@@ -1,0 +1,96 @@
+import math
+import time
+
+import pytest
+import torch
+from benchmarks.measure import (
+    ChildError,
+    aten_calls,
+    fit_power,
+    flops,
+    in_child,
+    interleaved,
+    medians,
+    peak_bytes,
+    saved_bytes,
+)
+from torch import nn
+
+
+def test_calls_take_turns():
+    order = []
+    samples = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3)
+    assert order == ["a", "b"] * 4
+    assert {name: len(seconds) for name, seconds in samples.items()} == {"a": 3, "b": 3}
+    assert all(seconds >= 0 for row in samples.values() for seconds in row)
+
+
+def test_calls_that_take_too_long_are_sampled_less():
+    calls = []
+    samples = interleaved({"slow": lambda: (calls.append(1), time.sleep(0.01)), "fast": lambda: None}, 6, patience=0.01)
+    assert len(calls) == len(samples["slow"]) == 3
+    assert len(samples["fast"]) == 6
+
+
+def test_medians():
+    assert medians({"a": [3.0, 1.0, 2.0]}) == {"a": 2.0}
+
+
+@pytest.mark.parametrize(("exponent", "factor"), [(3.0, 2.0), (-0.5, 7.0), (0.0, 1.0)])
+def test_exponent_of_a_power_is_found(exponent, factor):
+    x = [1.0, 2.0, 4.0, 10.0]
+    power = fit_power(x, [factor * value**exponent for value in x])
+    assert power.exponent == pytest.approx(exponent, abs=1e-9)
+    assert power.factor == pytest.approx(factor)
+    assert power.explained == pytest.approx(1)
+
+
+def test_fit_is_least_squares():
+    x, y = [1.0, 2.0, 3.0, 5.0], [1.0, 3.0, 2.0, 9.0]
+    logs = torch.tensor([[math.log(a), 1.0] for a in x], dtype=torch.float64)
+    target = torch.tensor([[math.log(b)] for b in y], dtype=torch.float64)
+    slope, offset = torch.linalg.lstsq(logs, target).solution.flatten().tolist()
+    power = fit_power(x, y)
+    assert (power.exponent, math.log(power.factor)) == pytest.approx((slope, offset))
+    assert 0 < power.explained < 1
+
+
+@pytest.mark.parametrize(("x", "y"), [([1], [1]), ([2, 2], [1, 3]), ([1, 2], [0, 1]), ([1, 2], [1, 2, 3])])
+def test_no_power_through_these(x, y):
+    with pytest.raises(ValueError, match="two different positive x"):
+        fit_power(x, y)
+
+
+def test_counts_of_a_product():
+    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    assert flops(lambda: a @ b) == 2 * 3 * 4 * 5
+    assert aten_calls(lambda: a @ b) == 1
+    assert aten_calls(lambda: a + a + a) == 2
+
+
+def test_saved_bytes_count_a_storage_once():
+    layer = nn.Linear(6, 6, bias=False)
+    x = torch.randn(2, 6)
+    assert saved_bytes(lambda: layer(layer(x.requires_grad_()))) == 4 * (36 + 12 + 12)
+
+
+def test_peak_memory_sees_what_was_held():
+    before = peak_bytes()
+    block = bytearray(before + 50_000_000)
+    block[::4096] = b"x" * len(block[::4096])
+    assert peak_bytes() >= before + 40_000_000
+
+
+def test_child_gives_json_or_says_why_not(tmp_path, monkeypatch):
+    (tmp_path / "said.py").write_text("print('noise'); print('{\"a\": 1}')")
+    (tmp_path / "failed.py").write_text("raise ValueError('no such layer')")
+    (tmp_path / "slept.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "killed.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert in_child("said", [], 60) == {"a": 1}
+    with pytest.raises(ChildError, match="no such layer"):
+        in_child("failed", [], 60)
+    with pytest.raises(ChildError, match=r"not ready after 0\.2 s"):
+        in_child("slept", [], 0.2)
+    with pytest.raises(ChildError, match="signal 9"):
+        in_child("killed", [], 60)

@@ -1,0 +1,68 @@
+import pytest
+import torch
+from benchmarks.networks import VARIANTS, build, exchange
+from benchmarks.steps import evaluation, images, train_step
+from torch import nn
+
+import trysquare as ts
+from benchmarks import networks, peers
+
+OURS = [name for name, variant in VARIANTS.items() if variant.library != "orthogonium"]
+
+
+@pytest.mark.parametrize("variant", OURS)
+def test_convolutions_are_exchanged_and_nothing_else(variant):
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),
+        ts.MaxMin(),
+        nn.Sequential(nn.Conv2d(4, 8, 3, 2, 1)),
+        nn.Flatten(),
+        nn.Linear(32, 2),
+    )
+    changed = exchange(model, VARIANTS[variant].make)
+    assert changed(torch.randn(2, 3, 4, 4)).shape == (2, 2)
+    assert type(changed[4]) is nn.Linear
+    assert isinstance(changed[1], ts.MaxMin)
+
+
+def test_linear_layers_are_exchanged_if_asked_for():
+    model = exchange(nn.Sequential(nn.Linear(4, 3), ts.OrthoLinear(3, 2)), linear=ts.OrthoLinear)
+    assert all(isinstance(layer, ts.OrthoLinear) for layer in model)
+
+
+def test_the_reference_is_the_paper_network():
+    with torch.device("meta"):
+        model = build("resnet34", 224, "Conv2d")
+        assert model(torch.empty(1, 3, 224, 224)).shape == (1, 1000)
+    convolutions = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
+    assert len(convolutions) == 30
+    assert {layer.padding_mode for layer in convolutions} == {"circular"}
+    assert [layer.out_channels for layer in convolutions if layer.stride == (2, 2)] == [64, 128, 256, 512]
+
+
+def test_small_images_stay_large_in_resnet18():
+    with torch.device("meta"):
+        assert networks.resnet18(32).features[:-1](torch.empty(1, 3, 32, 32)).shape == (1, 512, 4, 4)
+
+
+def test_step_trains_and_evaluation_does_not():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 10))
+    x, labels = images(2, 4)
+    before = model[1].weight.clone()
+    train_step(model, x, labels)()
+    assert model.training
+    assert not torch.equal(before, model[1].weight)
+    evaluation(model, x)()
+    assert not model.training
+
+
+def test_without_peers_the_benchmarks_say_what_is_missing(monkeypatch):
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    assert not peers.installed()
+    assert [line.split()[0] for line in peers.missing()] == ["orthogonium", "einops"]
+    assert all("pip install" in line for line in peers.missing())
+
+
+def test_layers_that_ask_for_an_accelerator_stay_where_they_are():
+    with peers._NoAccelerator():
+        assert torch.zeros(1, device="cuda").cuda().device.type == "cpu"

@@ -1,0 +1,105 @@
+import json
+import re
+
+import pytest
+from benchmarks.__main__ import main
+from benchmarks.commands import TITLES, command
+from benchmarks.report import Plot, Table, better_peers, to_text
+
+from benchmarks import page, results
+from tests.benchmarks.synthetic import DATA, overhead, result
+
+
+def test_every_command_has_a_synthetic_result():
+    assert DATA.keys() == TITLES.keys()
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_section_has_its_command_machine_and_tables(name):
+    text = page.render({name: result(name)})
+    assert f"`python -m benchmarks {name} --flag` on 2026-01-02 03:04 UTC: A CPU, 2 cores, 8.0 GB, 2 threads" in text
+    tables = [part for part in command(name).describe(DATA[name]()) if isinstance(part, Table)]
+    assert tables
+    assert all(table.markdown() in text for table in tables)
+    assert all(len(row) == len(table.columns) for table in tables for row in table.rows)
+    assert f"Not measured yet: `python -m benchmarks {name}`." not in text
+
+
+def test_missing_results_are_said_so():
+    text = page.render({})
+    assert all(f"Not measured yet: `python -m benchmarks {name}`." in text for name in TITLES)
+    assert "no peer was installed" in text
+
+
+def test_missing_peers_and_quick_runs_are_said_so():
+    text = page.render({"counts": {**result("counts"), "quick": True, "missing": ["einops is not installed"]}})
+    assert "A quick run" in text
+    assert "Missing: einops is not installed." in text
+
+
+@pytest.mark.parametrize(
+    ("name", "wins"),
+    [
+        ("overhead", ["SOC of orthogonium runs, ours does not"]),
+        ("orthogonalizers", ["bjorck, matrix 1 x 8 x 8: Björck-Bowie of orthogonium takes 3 ms, ours 4 ms (1.33x)",
+                             "accuracy after 2 steps"]),
+        ("scaling", []),
+        ("methods", ["certified accuracy at 36/255 after the same time: orthogonium aoc 45.0%, ours 40.0%"]),
+        ("kernels", ["kernel of 2 channels, 3 x 3: AOC of orthogonium takes 1 ms, ours 2 ms (2.00x)"]),
+        ("spectrum", ["norm of conv"]),
+    ],
+)  # fmt: skip
+def test_peers_that_are_better_are_found_in_the_data(name, wins):
+    found = command(name).peer_wins(DATA[name]())
+    assert len(found) == len(wins)
+    assert all(win in line for win, line in zip(wins, found, strict=True))
+    assert all(f"* {line}" in page.render({name: result(name)}) for line in found)
+
+
+def test_a_slower_evaluation_is_a_win_of_the_peer():
+    assert any("evaluation: AOC of orthogonium" in win for win in command("overhead").peer_wins(overhead(aoc_eval=3.0)))
+
+
+def test_noise_is_no_win():
+    assert not better_peers("step", "ms", {"AOC": 1.01}, {"AOC": 1.0})
+    assert better_peers("step", "ms", {"AOC": 1.1}, {"AOC": 1.0})
+
+
+def test_targets_stand_next_to_what_was_measured():
+    *_, targets = command("overhead").describe(overhead(aoc_eval=1.1))
+    verdicts = {row[0].split(": ")[1]: row[1:] for row in targets.rows}
+    assert verdicts["share of orthogonium's added time"] == ["0.167", "0.100", "yes"]
+    assert verdicts["train time"] == ["1.600", "1.500", "yes"]
+    assert verdicts["eval time"] == ["1.020", "1.100", "**no**"]
+    assert verdicts["peak memory"] == ["1.050", "1.040", "yes"]
+
+
+def test_exponents_are_shown():
+    text = to_text(command("scaling").describe(DATA["scaling"]()))
+    assert "-1.00 (R² 1.00)" in text
+
+
+def test_page_and_figures_are_written(tmp_path):
+    for name in TITLES:
+        results.write(result(name), tmp_path / "results" / f"{name}.json")
+    main(["page", "--results", str(tmp_path / "results"), "--page", str(tmp_path / "page.md")])
+    text = (tmp_path / "page.md").read_text()
+    linked = set(re.findall(r"\((figures/.*?)\)", text))
+    assert linked
+    assert linked == {f"figures/{path.name}" for path in (tmp_path / "figures").iterdir()}
+
+
+def test_a_plot_is_the_same_file_each_time(tmp_path):
+    plot = Plot("p", "title", {"a": ([1, 2], [3.0, 4.0])}, "x", "y", log="xy")
+    assert plot.save(tmp_path / "a").read_bytes() == plot.save(tmp_path / "b").read_bytes()
+
+
+def test_committed_page_is_what_the_committed_results_make():
+    assert page.PAGE.read_text() == page.render(results.read(results.FOLDER)), "run python -m benchmarks page"
+
+
+def test_command_writes_what_it_prints(tmp_path, capsys):
+    main(["counts", "--quick", "--out", str(tmp_path / "counts.json")])
+    written = json.loads((tmp_path / "counts.json").read_text())
+    assert written["line"].startswith("python -m benchmarks counts --quick")
+    assert to_text(command("counts").describe(written["data"])) in capsys.readouterr().out

@@ -1,0 +1,51 @@
+import pytest
+import torch
+from benchmarks.orthogonalizers import CONDITIONS, _errors, with_condition
+from benchmarks.training import Run, Task, certificate, train
+
+import trysquare as ts
+
+TASK = Task(None, batch=64, test_images=40)
+
+
+def model():
+    torch.manual_seed(0)
+    return ts.models.build("tiny-digits", TASK.shape, mean=0.5)
+
+
+def test_training_takes_the_steps_asked_for_and_learns():
+    network = model()
+    run = train(network, TASK, steps=25)
+    assert len(run.losses) == len(run.seconds) == 25
+    assert sum(run.losses[-5:]) < sum(run.losses[:5])
+    found = certificate(network, TASK)
+    assert found["test_images"] == 40
+    assert 0.2 < found["accuracy"] <= 1
+    assert found["certified"] == sorted(found["certified"], reverse=True)
+
+
+def test_training_ends_with_its_time():
+    run = train(model(), TASK, seconds=0.2)
+    assert run.seconds[-1] >= 0.2
+    assert all(seconds < 0.2 for seconds in run.seconds[:-1])
+
+
+def test_means_of_losses():
+    assert Run([], [1.0, 3.0, 5.0, 7.0, 9.0]).smoothed(2) == ([2.0, 4.0], [2.0, 6.0])
+
+
+def test_condition_numbers_are_as_asked():
+    for condition in (1.0, 100.0):
+        values = torch.linalg.svdvals(with_condition(condition, 16).double())
+        assert torch.allclose(values.max() / values.min(), torch.tensor(condition).double(), rtol=1e-4)
+
+
+def test_errors_are_those_of_the_singular_values():
+    doubled = _errors(lambda matrix: 2 * ts.linalg.cholesky(matrix))
+    assert doubled == pytest.approx([1.0] * len(CONDITIONS), abs=1e-5)
+    assert len(_errors(ts.linalg.cholesky)) == len(CONDITIONS)
+
+    def refuse(matrix):
+        raise ArithmeticError
+
+    assert _errors(refuse) == [None] * len(CONDITIONS)
