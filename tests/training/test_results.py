@@ -122,7 +122,7 @@ def test_recipes_are_listed(capsys):
         ("train --model.dense_width 7", "7 channels cannot be sorted in pairs"),
         ("certify RUN --samples 1000", "samples=1000 must be from 1 to 355"),
         ("certify nowhere", "there is no recipe.yaml"),
-        ("audit RUN/recipe.yaml --input-shape 1,8,8", "is not a checkpoint"),
+        ("audit RUN/recipe.yaml --input-shape 1,8,8", "truncated or not a checkpoint"),
         ("audit RUN/export --input-shape 1,8,8", "model.pt does not exist"),
         ("export RUN --data.name mnist", "mnist is read from files"),
     ],

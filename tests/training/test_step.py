@@ -71,7 +71,7 @@ def test_parts_add_no_calls_that_build_weights(builds):
 def test_bfloat16_computes_in_it_and_builds_weights_in_float32(builds):
     model, (images, labels) = small(), batch()
     seen = []
-    model.features[0].register_forward_hook(
+    hook = model.features[0].register_forward_hook(
         lambda layer, given, output: seen.append((output.dtype, layer.weight.dtype))
     )
     _, low = gradients_of(model, ts.losses.OffsetCrossEntropy(), images, labels, precision="bfloat16", parts=2)
@@ -80,6 +80,7 @@ def test_bfloat16_computes_in_it_and_builds_weights_in_float32(builds):
     for one, other in zip(low, full, strict=True):
         assert one.dtype == torch.float32
         assert (one - other).norm() < 0.2 * other.norm() + 1e-3
+    hook.remove()
     values = ts.singular_values(model.features[0], (1, 8, 8))
     assert (values - 1).abs().max() < 1e-5
 
