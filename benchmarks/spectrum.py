@@ -3,8 +3,8 @@
 Seconds (median of 3), the value, and by how much it is above (+) or below (-) the true norm, which is that of a dense
 matrix or of all frequencies. A value below the truth makes a certificate wrong: it is marked, and counted for each way.
 ``orthogonium``'s ``get_conv_sv`` is shown where it is installed; torch's ``spectral_norm`` estimates the norm of the
-reshaped weight, which is not that of the convolution. Gram iteration, ours and that of ``get_conv_sv``, knows nothing of
-padding that repeats outputs (circular padding 2).
+reshaped weight, which is not that of the convolution. Gram iteration, ours and that of ``get_conv_sv``, knows nothing
+of padding that repeats outputs (circular padding 2).
 """
 
 from __future__ import annotations
