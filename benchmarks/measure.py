@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import subprocess
 import sys
 import time
@@ -152,6 +153,15 @@ def in_child(module: str, arguments: Sequence[Any], limit: float) -> dict[str, A
 
 def peak_bytes() -> int:
     """Most memory that this process has held so far."""
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def limit_memory(gigabytes: float) -> None:
+    """Let allocations of this process fail beyond that much, before the system kills somebody for it."""
+    most = int(gigabytes * 1e9)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether torch, or Python, could not allocate."""
+    return isinstance(error, MemoryError) or "allocate memory" in str(error)

@@ -1,6 +1,6 @@
 """Peak memory of one network in a process of its own, as JSON.
 
-python -m benchmarks.memory NETWORK SIZE BATCH VARIANT train|eval THREADS
+python -m benchmarks.memory NETWORK SIZE BATCH VARIANT train|eval THREADS GIGABYTES
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from benchmarks.measure import peak_bytes, saved_bytes
+from benchmarks.measure import limit_memory, out_of_memory, peak_bytes, saved_bytes
 from benchmarks.networks import build
 from benchmarks.steps import evaluation, images, train_step
 
@@ -30,6 +30,12 @@ def measure(network: str, size: int, batch: int, variant: str, mode: str) -> dic
 
 
 if __name__ == "__main__":
-    network, size, batch, variant, mode, threads = sys.argv[1:]
+    network, size, batch, variant, mode, threads, gigabytes = sys.argv[1:]
     torch.set_num_threads(int(threads))
-    print(json.dumps(measure(network, int(size), int(batch), variant, mode)))
+    limit_memory(float(gigabytes))
+    try:
+        print(json.dumps(measure(network, int(size), int(batch), variant, mode)))
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        sys.exit(f"needs more than {gigabytes} GB of memory")

@@ -20,6 +20,7 @@ from benchmarks import peers
 from benchmarks.measure import ChildError, in_child, interleaved
 from benchmarks.networks import NETWORKS, REFERENCE, VARIANTS, build
 from benchmarks.report import Part, Plot, Table, better_peers, megabytes, milliseconds, times
+from benchmarks.results import machine
 from benchmarks.steps import evaluation, images, train_step
 from trysquare.progress import track
 
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, nargs="+", help="batches for ResNet-34, such as 128")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help=", ".join(VARIANTS))
     parser.add_argument("--rounds", type=int, help="samples of each time; 5 (--quick: 2)")
+    parser.add_argument("--memory", type=float, help="gigabytes that a network may take; 70 %% of the machine's")
     parser.add_argument("--limit", type=float, help="seconds that two steps may take; 600 (--quick: 100)")
 
 
@@ -69,11 +71,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if not peers.installed():
         chosen = [name for name in chosen if VARIANTS[name].library != "orthogonium"]
     rounds, limit = arguments.rounds or (2 if quick else 5), arguments.limit or (100.0 if quick else 600.0)
-    return {"cases": [_measure_case(case, chosen, rounds, limit) for case in cases]}
+    memory = arguments.memory or round(0.7 * machine()["memory_gb"], 1)
+    return {"cases": [_measure_case(case, chosen, rounds, limit, memory) for case in cases]}
 
 
-def _measure_case(case: Case, chosen: list[str], rounds: int, limit: float) -> dict[str, Any]:
-    rows = {name: _memory(case, name, limit) for name in track(chosen, f"memory, {case}", len(chosen))}
+def _measure_case(case: Case, chosen: list[str], rounds: int, limit: float, memory: float) -> dict[str, Any]:
+    rows = {name: _memory(case, name, limit, memory) for name in track(chosen, f"memory, {case}", len(chosen))}
     works = [name for name, row in rows.items() if "error" not in row]
     models = {name: build(case.network, case.size, name) for name in works}
     x, labels = images(case.batch, case.size)
@@ -89,11 +92,11 @@ def _measure_case(case: Case, chosen: list[str], rounds: int, limit: float) -> d
     return {**case._asdict(), "rows": rows}
 
 
-def _memory(case: Case, variant: str, limit: float) -> dict[str, Any]:
+def _memory(case: Case, variant: str, limit: float, memory: float) -> dict[str, Any]:
     """Peaks of two processes, or why there is none."""
     found = {}
     for mode in ("train", "eval"):
-        arguments = [*case, variant, mode, torch.get_num_threads()]
+        arguments = [*case, variant, mode, torch.get_num_threads(), memory]
         try:
             found[f"memory_{mode}"] = in_child("benchmarks.memory", arguments, limit)
         except ChildError as error:

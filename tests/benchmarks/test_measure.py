@@ -1,4 +1,6 @@
 import math
+import os
+import sys
 import time
 
 import pytest
@@ -94,3 +96,18 @@ def test_child_gives_json_or_says_why_not(tmp_path, monkeypatch):
         in_child("slept", [], 0.2)
     with pytest.raises(ChildError, match="signal 9"):
         in_child("killed", [], 60)
+
+
+def test_too_much_memory_fails_instead_of_killing(tmp_path, monkeypatch):
+    (tmp_path / "greedy.py").write_text(
+        "import sys, torch\n"
+        "from benchmarks.measure import limit_memory, out_of_memory\n"
+        "limit_memory(2)\n"
+        "try:\n"
+        "    torch.empty(10**9)\n"
+        "except RuntimeError as error:\n"
+        "    sys.exit('needs more' if out_of_memory(error) else 'something else')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    with pytest.raises(ChildError, match="needs more"):
+        in_child("greedy", [], 120)
