@@ -37,6 +37,7 @@ BLOCKS = {
     "Sandwich": "SandwichConv",
     "Sandwich-AOC": "SandwichAOCConv",
 }
+KEEP_SHAPE = ("SLLBlock", "CPLBlock")
 POINTS = 4
 # column: cases (transposed, channels, kernel, options, sizes of the input) that all have to work
 FEATURES: dict[str, list[tuple[bool, tuple[int, int], Any, dict[str, Any], tuple[int, ...]]]] = {
@@ -50,9 +51,17 @@ FEATURES: dict[str, list[tuple[bool, tuple[int, int], Any, dict[str, Any], tuple
         (False, (3, 4), 3, {"stride": 2}, (6, 6)),
         (False, (2, 11), 3, {"stride": (2, 2)}, (6, 6)),
     ],
-    "transposed": [(True, (4, 4), 3, {}, (4, 4)), (True, (8, 2), 3, {"stride": 2}, (3, 3))],
+    "transposed": [
+        (True, (4, 4), 3, {}, (4, 4)),
+        (True, (8, 2), 3, {"stride": 2}, (3, 3)),
+        (True, (4, 6), 3, {"groups": 2, "stride": (2, 1)}, (2, 3)),
+    ],
     "groups": [(False, (4, 4), 3, {"groups": 2}, (4, 4)), (False, (4, 6), 3, {"groups": 2, "stride": 2}, (4, 4))],
-    "dilation": [(False, (4, 4), 3, {"dilation": 2}, (5, 5))],
+    "dilation": [
+        (False, (4, 4), 3, {"dilation": 2}, (5, 5)),
+        (False, (2, 8), 3, {"dilation": 3, "stride": 2}, (6, 6)),
+        (False, (4, 4), 3, {"dilation": (1, 2), "groups": 2}, (4, 5)),
+    ],
     "1-D": [(False, (4, 4), 3, {}, (6,))],
     "2-D": [(False, (4, 4), 3, {}, (5, 5))],
     "3-D": [(False, (2, 2), (1, 3, 3), {}, (2, 3, 3))],
@@ -77,10 +86,11 @@ NOTES = {
     "belongs to taps exactly `size / k` apart (the Poisson summation formula on a circular domain).",
     "block": "Blocks with an activation of slopes `D` between 0 and 1 inside, 1-Lipschitz for every `D`; checked on "
     "dense Jacobians. None is orthogonal: the eigenvalues of `I - 2 MᵀDM` are 1 and -1 only where `MᵀDM` is a "
-    "projector, and a sandwich `2 AᵀDB` loses what `D = 0` cuts off. They have no transposed layer: only a linear map "
-    "has an adjoint. No theorem forbids groups and dilation here: the blocks do not take these arguments (yet).",
-    "step": "`x - 2 Kᵀ σ(K x + b)` adds to its own input, so that its output has the input's channels and size. "
-    "`SLL-AOC` puts orthogonal kernels around it, which change both.",
+    "projector, and a sandwich `2 AᵀDB` loses what `D = 0` cuts off. A transposed block has, at the same slopes, the "
+    "transposed Jacobian.",
+    "step": "`x - 2 Kᵀ σ(K x + b)` adds to its own input, so that its output has the input's channels and size: there "
+    "is neither a change of channels nor a stride, alone or with groups or dilation. `SLL-AOC` puts orthogonal kernels "
+    "around it, which change both. Its Jacobian `I - 2 KᵀDK` is symmetric (checked): the block is its own transpose.",
     "sandwich": "`Sandwich` makes `[A B]` at each frequency, so its kernels are as large as the image, and no plain "
     "layer is the same for every size; `Sandwich-AOC` has kernels of size `k`.",
 }
@@ -95,6 +105,8 @@ class Row:
     export: Callable[[Any, tuple[int, ...]], nn.Module]
     notes: list[str] = field(default_factory=list)
     linear: bool = True
+    # Whether the output has the input's shape, whatever the arguments.
+    keeps_shape: bool = False
 
 
 def _explicit(name: str) -> Callable[..., Any]:
@@ -115,14 +127,15 @@ def _fourier(name: str) -> Callable[..., Any]:
 
 def _block(name: str) -> Callable[..., Any]:
     def make(transposed: bool, channels: tuple[int, int], kernel: Any, options: dict[str, Any], dims: int) -> Any:
-        numbers = channels[:1] if name in ("SLLBlock", "CPLBlock") else channels
-        if len(numbers) == 1 and channels[0] != channels[1]:
-            options = {"out_channels": channels[1], **options}
+        numbers: tuple[int, ...] = channels
+        if name in KEEP_SHAPE:
+            options = options if channels[0] == channels[1] else {"out_channels": channels[1], **options}
+            numbers, transposed = channels[:1], False
+        block = getattr(ts, f"{name}{'Transpose' if transposed else ''}{dims}d")
         try:
-            block = getattr(ts, f"{name}{'Transpose' if transposed else ''}{dims}d")
             return block(*numbers, kernel_size=kernel, dtype=torch.float64, activation=nn.Softplus(), **options)
-        except (AttributeError, TypeError) as error:
-            raise ValueError(f"{name} has no {options or 'transposed layer'}: {error}") from error
+        except TypeError as error:
+            raise ValueError(f"{name} has no {options}: {error}") from error
 
     return make
 
@@ -139,8 +152,9 @@ def rows() -> list[Row]:
     ]
     extra = {"SLL": ["step"], "CPL": ["step"], "Sandwich": ["sandwich"]}
     blocks = [
-        Row(name, _block(cls), lambda layer, sizes: ts.to_torch(layer), ["block", *extra.get(name, [])], linear=False)
+        Row(name, _block(cls), lambda layer, sizes: ts.to_torch(layer), ["block", *extra.get(name, [])], False, fixed)
         for name, cls in BLOCKS.items()
+        for fixed in [cls in KEEP_SHAPE]
     ]
     return explicit + fourier + blocks
 
@@ -148,17 +162,17 @@ def rows() -> list[Row]:
 def singular_values(row: Row, layer: nn.Module, shape: tuple[int, ...]) -> Tensor:
     """From the response to every basis vector, or from Jacobians at random points, small and large."""
     if not row.linear:
-        return torch.cat([_jacobian_values(layer, 10**n * torch.randn(shape).double()) for n in range(POINTS)])
+        points = (10**n * torch.randn(shape).double() for n in range(POINTS))
+        return torch.cat([torch.linalg.svdvals(_jacobian(layer, point)) for point in points])
     with torch.no_grad():
         basis = torch.eye(math.prod(shape), dtype=torch.float64).view(-1, *shape)
         zero = layer(torch.zeros(1, *shape, dtype=torch.float64))
         return torch.linalg.svdvals((layer(basis) - zero).flatten(1))
 
 
-def _jacobian_values(layer: nn.Module, x: Tensor) -> Tensor:
+def _jacobian(layer: nn.Module, x: Tensor) -> Tensor:
     frozen = layer.eval().requires_grad_(False)
-    jacobian = torch.autograd.functional.jacobian(lambda point: frozen(point.view(1, *x.shape)).flatten(), x.flatten())
-    return torch.linalg.svdvals(jacobian)
+    return torch.autograd.functional.jacobian(lambda point: frozen(point.view(1, *x.shape)).flatten(), x.flatten())
 
 
 def is_orthogonal(row: Row, layer: nn.Module, shape: tuple[int, ...]) -> bool:
@@ -181,6 +195,22 @@ def works(row: Row, orthogonal: bool, cases: list[Any]) -> bool:
         if orthogonal and not is_orthogonal(row, layer, shape):
             return False
     return True
+
+
+def feature_cell(row: Row, orthogonal: bool, feature: str) -> str:
+    """Whether all cases of a feature work; those with a step are another feature's for blocks that have none."""
+    cases = FEATURES[feature]
+    if row.keeps_shape and feature in ("groups", "dilation"):
+        cases = [case for case in cases if case[1][0] == case[1][1] and "stride" not in case[3]]
+    if row.keeps_shape and feature == "transposed":
+        return "itself" if works(row, orthogonal, cases[:1]) and is_symmetric(row) else "✗"
+    return "✓" if works(row, orthogonal, cases) else "✗"
+
+
+def is_symmetric(row: Row) -> bool:
+    """Whether dense Jacobians are their own transposes."""
+    matrix = _jacobian(row.make(False, (4, 4), 3, {}, 2), torch.randn(4, 4, 5).double())
+    return torch.allclose(matrix, matrix.T, atol=1e-12)
 
 
 def orthogonal_cell(row: Row) -> tuple[str, bool]:
@@ -217,7 +247,7 @@ def _block_size_cell(layers: list[Any]) -> str:
     plain = [[m.kernel_size for m in ts.to_torch(layer).modules() if isinstance(m, nn.Conv2d)] for layer in layers]
     if not any(plain):
         responses = layers[0].eval().response((6, 8))
-        taps = [torch.fft.irfftn(r.unflatten(0, (6, 5)), (6, 8), dim=(0, 1)).abs().amax((2, 3)) for r in responses]
+        taps = [torch.fft.irfftn(r, (6, 8), dim=(0, 1)).abs().amax((2, 3, 4)) for r in responses]
         return "image" if all(bool((tap > 1e-9).all()) for tap in taps) else "?"
     return "k" if [set(sizes) for sizes in plain] == [{(3, 3)}, {(5, 5)}] else "?"
 
@@ -226,7 +256,7 @@ def _block_size_cell(layers: list[Any]) -> str:
 def exports(row: Row) -> str:
     """Whether plain torch layers compute the same."""
     cases: list[Any] = [((4, 4), {}), ((4, 6), {}), ((3, 8), {"stride": 2})]
-    for channels, options in cases[:1] if row.name in ("SLL", "CPL") else cases:
+    for channels, options in cases[:1] if row.keeps_shape else cases:
         layer, x = row.make(False, channels, 3, options, 2), torch.randn(1, channels[0], 20, 20, dtype=torch.float64)
         plain = row.export(layer, (20, 20))
         if not torch.allclose(plain(x), layer(x)) or any(isinstance(m, type(layer)) for m in plain.modules()):
@@ -243,7 +273,7 @@ def table() -> str:
         torch.manual_seed(0)
         exact, orthogonal = orthogonal_cell(row)
         cells = [exact, size_cell(row)]
-        cells += ["✓" if works(row, orthogonal, cases) else "✗" for cases in FEATURES.values()]
+        cells += [feature_cell(row, orthogonal, feature) for feature in FEATURES]
         cells.append(exports(row))
         used += [note for note in row.notes if note not in used]
         marks = "".join(f"[{used.index(note) + 1}]" for note in row.notes)
@@ -263,7 +293,8 @@ exists is refused by every orthogonal method, for the reason in `geometry.py`.
 
 The first {len(ts.METHODS)} are `OrthoConv1d/2d/3d` and `OrthoConvTranspose1d/2d/3d` with `method=...`; the next
 {len(RESPONSES)} are `FourierOrthoConv1d/2d/3d` and `FourierOrthoConvTranspose1d/2d/3d` with `method=...`. The last
-{len(BLOCKS)} are blocks with an activation inside: {", ".join(f"`{cls}1d/2d/3d`" for cls in BLOCKS.values())}.
+{len(BLOCKS)} are blocks with an activation inside: {", ".join(f"`{cls}1d/2d/3d`" for cls in BLOCKS.values())},
+and `...Transpose1d/2d/3d` of the last three.
 
 {table()}
 

@@ -40,9 +40,10 @@ def per_axis(name: str, value: int | Sequence[int], dims: int, least: int = 1) -
     except TypeError:
         sizes = ()
     if len(sizes) != dims:
-        raise ValueError(f"{name}={value!r} must be an integer or {dims} integers, one per axis")
+        several = f" or {dims} integers, one per axis" if dims > 1 else ""
+        raise ValueError(f"{name}={value!r} must be an integer{several}")
     if min(sizes) < least:
-        raise ValueError(f"{name}={value!r} must be at least {least} on every axis")
+        raise ValueError(f"{name}={value!r} must be at least {least}{' on every axis' if dims > 1 else ''}")
     return sizes
 
 
@@ -50,6 +51,23 @@ def positive(name: str, value: int) -> int:
     """``value`` as an integer, if it is a positive one."""
     (size,) = per_axis(name, value, 1)
     return size
+
+
+def check_groups(groups: int, **channels: int) -> None:
+    """Refuse numbers of channels that are not positive, or that are not divisible by ``groups``.
+
+    Raises:
+        ValueError: naming the first such number, the nearest ones that would do, and the groups that would.
+    """
+    for name, count in (("groups", groups), *channels.items()):
+        positive(name, count)
+    for name, count in channels.items():
+        if count % groups:
+            multiples = [f"{name}={n}" for n in (count - count % groups, count - count % groups + groups) if n]
+            raise ValueError(
+                f"{name}={count} must be divisible by groups={groups}; use {' or '.join(multiples)}, or "
+                f"groups={gcd(groups, *channels.values())}"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,7 +105,7 @@ class ConvGeometry:
         """Refuse what cannot be orthogonal."""
         for name, called in (("in_channels", self._in_name), ("out_channels", self._out_name), ("groups", "groups")):
             object.__setattr__(self, name, positive(called, getattr(self, name)))
-        self._check_channels()
+        check_groups(self.groups, **{self._in_name: self.in_channels, self._out_name: self.out_channels})
         for name, value in vars(type(self)).items():
             if isinstance(value, cached_property):  # a compiled graph can read them, but not take their lock
                 getattr(self, name)
@@ -112,11 +130,6 @@ class ConvGeometry:
     @property
     def _out_name(self) -> str:
         return "in_channels" if self.transposed else "out_channels"
-
-    def _check_channels(self) -> None:
-        for name, count in ((self._in_name, self.in_channels), (self._out_name, self.out_channels)):
-            if count % self.groups:
-                raise ValueError(f"{name}={count} must be divisible by groups={self.groups}")
 
     def _why_impossible(self) -> str:
         m, n, reach = self.group_in, self.group_out, prod(self._full_reach)

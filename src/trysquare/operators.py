@@ -18,14 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from trysquare.geometry import Pads, Sizes
-from trysquare.layers.conv import (
-    _CONV,
-    _CONV_TRANSPOSE,
-    _Convolution,
-    _flat,
-    _OrthogonalConvolution,
-    _TransposedConvolution,
-)
+from trysquare.layers.conv import _Convolution, _OrthogonalConvolution, _TransposedConvolution
+from trysquare.layers.explicit import _CONV, _CONV_TRANSPOSE, _flat
 from trysquare.layers.heads import UnitNormLinear
 from trysquare.layers.linear import OrthoLinear
 from trysquare.linalg.precision import full_precision

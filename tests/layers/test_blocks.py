@@ -1,30 +1,58 @@
 """What all residual and sandwich blocks share: 1-Lipschitz, cached, exported, reloaded, in any dimension and dtype."""
 
 import copy
+import inspect
+import itertools
 
 import pytest
 import torch
 from torch import nn
 
 import trysquare as ts
-from tests.jacobians import assert_one_lipschitz, randomise, train
+from tests.jacobians import assert_one_lipschitz, exact, jacobian, randomise, train
 
 BLOCKS = {
     "sll linear": (lambda **o: ts.SLLLinear(6, 9, **o), (6,)),
     "sll 1d": (lambda **o: ts.SLLBlock1d(3, 5, 4, **o), (3, 6)),
     "sll 2d": (lambda **o: ts.SLLBlock2d(3, 4, **o), (3, 4, 3)),
     "sll 2d zeros": (lambda **o: ts.SLLBlock2d(3, 4, (2, 3), padding_mode="zeros", **o), (3, 3, 4)),
+    "sll 2d groups": (lambda **o: ts.SLLBlock2d(4, 6, (2, 3), groups=2, **o), (4, 4, 3)),
+    "sll 2d depthwise": (lambda **o: ts.SLLBlock2d(3, 6, groups=3, **o), (3, 4, 4)),
+    "sll 2d dilation": (lambda **o: ts.SLLBlock2d(3, 4, dilation=(2, 3), **o), (3, 4, 5)),
+    "sll 1d dilation zeros": (lambda **o: ts.SLLBlock1d(4, 4, 4, 3, 2, padding_mode="zeros", **o), (4, 8)),
     "sll 3d": (lambda **o: ts.SLLBlock3d(2, 2, 2, **o), (2, 3, 2, 3)),
     "cpl linear": (lambda **o: ts.CPLLinear(6, 9, **o), (6,)),
     "cpl 1d": (lambda **o: ts.CPLBlock1d(3, 5, 4, steps=3, **o), (3, 6)),
     "cpl 2d": (lambda **o: ts.CPLBlock2d(3, 4, **o), (3, 4, 3)),
     "cpl 2d zeros": (lambda **o: ts.CPLBlock2d(3, 2, 2, padding_mode="zeros", steps=0, **o), (3, 3, 4)),
+    "cpl 2d groups": (lambda **o: ts.CPLBlock2d(4, 6, (2, 3), groups=2, **o), (4, 4, 3)),
+    "cpl 2d dilation": (lambda **o: ts.CPLBlock2d(3, 4, dilation=(2, 3), **o), (3, 4, 5)),
+    "cpl 1d dilation zeros": (lambda **o: ts.CPLBlock1d(4, 4, 4, 3, 2, padding_mode="zeros", **o), (4, 8)),
     "cpl 3d": (lambda **o: ts.CPLBlock3d(2, 2, 2, **o), (2, 3, 2, 3)),
     "sllaoc 1d": (lambda **o: ts.SLLAOCBlock1d(3, 5, stride=2, **o), (3, 6)),
     "sllaoc 2d": (lambda **o: ts.SLLAOCBlock2d(2, 6, stride=2, **o), (2, 4, 6)),
     "sllaoc 2d plain": (lambda **o: ts.SLLAOCBlock2d(3, 2, 4, hidden_channels=5, mid_channels=4, **o), (3, 4, 4)),
     "sllaoc 2d zeros": (lambda **o: ts.SLLAOCBlock2d(2, 6, (3, 5), (1, 2), padding_mode="zeros", **o), (2, 3, 5)),
     "sllaoc 3d": (lambda **o: ts.SLLAOCBlock3d(2, 3, 3, (1, 2, 1), **o), (2, 3, 2, 3)),
+    "sllaoc 2d groups": (lambda **o: ts.SLLAOCBlock2d(4, 6, 3, 2, groups=2, **o), (4, 4, 4)),
+    "sllaoc 2d dilation": (lambda **o: ts.SLLAOCBlock2d(2, 6, 3, 2, 3, **o), (2, 6, 4)),
+    "sllaoc 1d all zeros": (
+        lambda **o: ts.SLLAOCBlock1d(4, 6, 5, 2, 3, 2, padding_mode="zeros", hidden_channels=4, **o),
+        (4, 9),
+    ),
+    "sllaoc up 1d": (lambda **o: ts.SLLAOCBlockTranspose1d(5, 3, 4, 2, **o), (5, 3)),
+    "sllaoc up 2d": (lambda **o: ts.SLLAOCBlockTranspose2d(6, 2, 3, (2, 3), **o), (6, 3, 2)),
+    "sllaoc up 2d same": (lambda **o: ts.SLLAOCBlockTranspose2d(2, 3, mid_channels=4, **o), (2, 3, 4)),
+    "sllaoc up 2d zeros": (
+        lambda **o: ts.SLLAOCBlockTranspose2d(6, 2, (3, 4), 2, padding_mode="zeros", **o),
+        (6, 2, 3),
+    ),
+    "sllaoc up 1d all": (lambda **o: ts.SLLAOCBlockTranspose1d(6, 4, 3, 2, 3, 2, hidden_channels=4, **o), (6, 4)),
+    "sllaoc up 1d all zeros": (
+        lambda **o: ts.SLLAOCBlockTranspose1d(6, 4, 4, 3, 2, 2, padding_mode="zeros", **o),
+        (6, 4),
+    ),
+    "sllaoc up 3d": (lambda **o: ts.SLLAOCBlockTranspose3d(3, 2, 3, (1, 2, 1), **o), (3, 2, 1, 3)),
     "sandwich linear": (lambda **o: ts.SandwichLinear(6, 4, **o), (6,)),
     "sandwich linear cayley": (
         lambda **o: ts.SandwichLinear(3, 5, hidden_features=10, orthogonalizer="cayley", **o),
@@ -37,10 +65,34 @@ BLOCKS = {
         (3, 4, 3),
     ),
     "sandwich aoc 3d": (lambda **o: ts.SandwichAOCConv3d(2, 2, 2, (1, 2, 1), **o), (2, 3, 2, 3)),
+    "sandwich aoc 2d groups": (lambda **o: ts.SandwichAOCConv2d(4, 6, 3, 2, groups=2, **o), (4, 4, 4)),
+    "sandwich aoc 2d dilation": (lambda **o: ts.SandwichAOCConv2d(2, 6, 3, 2, 3, **o), (2, 6, 6)),
+    "sandwich aoc 1d all zeros": (
+        lambda **o: ts.SandwichAOCConv1d(4, 6, 4, 2, 3, 2, padding_mode="zeros", hidden_channels=4, **o),
+        (4, 9),
+    ),
+    "sandwich aoc up 1d": (lambda **o: ts.SandwichAOCConvTranspose1d(5, 3, 4, 2, **o), (5, 3)),
+    "sandwich aoc up 2d": (lambda **o: ts.SandwichAOCConvTranspose2d(6, 2, 3, (2, 3), **o), (6, 3, 2)),
+    "sandwich aoc up 2d zeros": (
+        lambda **o: ts.SandwichAOCConvTranspose2d(6, 2, (3, 4), 2, padding_mode="zeros", hidden_channels=4, **o),
+        (6, 2, 3),
+    ),
+    "sandwich aoc up 1d all": (lambda **o: ts.SandwichAOCConvTranspose1d(6, 4, 3, 2, 3, 2, **o), (6, 4)),
+    "sandwich aoc up 1d all zeros": (
+        lambda **o: ts.SandwichAOCConvTranspose1d(6, 4, 4, 3, 2, 2, padding_mode="zeros", **o),
+        (6, 4),
+    ),
+    "sandwich aoc up 3d": (lambda **o: ts.SandwichAOCConvTranspose3d(3, 2, 2, (1, 2, 1), **o), (3, 2, 1, 3)),
     "sandwich 1d": (lambda **o: ts.SandwichConv1d(3, 4, 3, 2, **o), (3, 6)),
     "sandwich 2d": (lambda **o: ts.SandwichConv2d(2, 4, 3, **o), (2, 4, 3)),
     "sandwich 2d stride": (lambda **o: ts.SandwichConv2d(2, 4, (2, 3), (1, 2), **o), (2, 3, 4)),
     "sandwich 3d": (lambda **o: ts.SandwichConv3d(2, 2, 2, (1, 2, 1), **o), (2, 3, 2, 3)),
+    "sandwich 2d groups": (lambda **o: ts.SandwichConv2d(4, 6, 3, (1, 2), groups=2, **o), (4, 3, 4)),
+    "sandwich 1d dilation": (lambda **o: ts.SandwichConv1d(2, 4, 3, 2, 2, **o), (2, 10)),
+    "sandwich 1d up": (lambda **o: ts.SandwichConvTranspose1d(4, 3, 3, 2, **o), (4, 3)),
+    "sandwich 2d up": (lambda **o: ts.SandwichConvTranspose2d(4, 2, 3, (2, 3), **o), (4, 3, 2)),
+    "sandwich 2d up all": (lambda **o: ts.SandwichConvTranspose2d(6, 4, 3, (1, 2), 2, 2, **o), (6, 3, 4)),
+    "sandwich 3d up": (lambda **o: ts.SandwichConvTranspose3d(2, 2, 2, (1, 2, 1), **o), (2, 3, 1, 3)),
 }
 EXPORTED = {
     name: case for name, case in BLOCKS.items() if not name.startswith(("sandwich 1", "sandwich 2", "sandwich 3"))
@@ -51,13 +103,15 @@ each_exported = pytest.mark.parametrize(("make", "shape"), EXPORTED.values(), id
 
 
 @each
-@pytest.mark.parametrize("state", ["fresh", "moved", "far", "trained"])
+@pytest.mark.parametrize("state", ["fresh", "moved", "far", "hostile", "trained"])
 def test_never_amplifies(make, shape, state):
     block = make()
     if state == "moved":
         randomise(block)
     if state == "far":
         randomise(block, 5.0)
+    if state == "hostile":
+        randomise(block, 1e3)
     if state == "trained":
         train(block, shape)
     assert_one_lipschitz(block, shape)
@@ -211,7 +265,7 @@ def test_small_and_unbatched_maps(name):
         (lambda: ts.SLLAOCBlock2d(4, 4, padding_mode="reflect"), "repeat pixels"),
         (lambda: ts.SandwichAOCConv2d(4, 4, 3, padding_mode="reflect"), "reflect"),
         (lambda: ts.SLLBlock2d(0), "channels=0"),
-        (lambda: ts.SLLLinear(4, 0), "hidden channels=0"),
+        (lambda: ts.SLLLinear(4, 0), "hidden_features=0"),
         (lambda: ts.SandwichLinear(4, 0), "out_features=0"),
         (lambda: ts.SandwichConv2d(0, 4, 3), "in_channels=0"),
         (lambda: ts.SLLBlock2d(4, activation=ts.MaxMin()), "slopes between 0 and 1"),
@@ -223,6 +277,20 @@ def test_small_and_unbatched_maps(name):
         (lambda: ts.SandwichConv2d(4, 4, 3)(torch.zeros(1, 3, 4, 4)), r"\(1, 3, 4, 4\) must be \(batch, 4"),
         (lambda: ts.SandwichAOCConv2d(4, 4, 3, method="none"), "method='none'"),
         (lambda: ts.CPLBlock2d(4, steps=-1), "steps=-1"),
+        (lambda: ts.SLLBlock2d(6, groups=4), "channels=6 must .* groups=4; use channels=4 or channels=8, or groups=2"),
+        (lambda: ts.CPLBlock2d(4, 6, groups=4), "hidden_channels=6 must be divisible by groups=4"),
+        (lambda: ts.CPLBlock2d(4, groups=0), "groups=0 must be at least 1"),
+        (lambda: ts.SLLBlock2d(4, dilation=(1, 0)), "dilation"),
+        (lambda: ts.SLLAOCBlock2d(4, 6, groups=4), "out_channels=6 must be divisible by groups=4"),
+        (lambda: ts.SLLAOCBlock2d(4, 8, groups=4, mid_channels=6), "mid_channels=6 must be divisible by groups=4"),
+        (lambda: ts.SLLAOCBlock2d(4, 8, groups=4), "pre of this block maps 4 in_channels to 4 .*: nothing to learn"),
+        (lambda: ts.SLLAOCBlock2d(4, 16, stride=2, dilation=2), "post of this block.*coprime to the stride"),
+        (lambda: ts.SLLAOCBlockTranspose2d(32, 4, 1, stride=2), "post of this block maps 4 in_channels to 32 .*: no"),
+        (lambda: ts.SandwichAOCConv2d(4, 6, 3, groups=4), "out_channels=6 must be divisible by groups=4"),
+        (lambda: ts.SandwichAOCConvTranspose2d(32, 4, 1, stride=2), "the strided kernel of this block.*no orthogonal"),
+        (lambda: ts.SandwichConv2d(4, 6, 3, groups=4), "out_channels=6 must be divisible by groups=4"),
+        (lambda: ts.SandwichConvTranspose2d(4, 4, 3)(torch.zeros(1, 3, 4, 4)), r"\(1, 3, 4, 4\) must be \(batch, 4"),
+        (lambda: ts.SandwichAOCConv2d(4, 4, 3, padding_mode="circus"), "padding_mode='circus'"),
     ],
 )  # fmt: skip
 def test_errors(make, match):
@@ -234,3 +302,83 @@ def test_any_size_with_zeros():
     block = ts.SLLAOCBlock2d(2, 4, stride=2, padding_mode="zeros")
     assert block(torch.randn(1, 2, 5, 7)).shape == (1, 4, 3, 4)
     assert_one_lipschitz(block, (2, 3, 5))
+
+
+@pytest.mark.parametrize("name", [name for name in BLOCKS if " up" in name])
+def test_larger_maps_have_the_size_of_the_input_times_the_stride(name):
+    make, (_, *sizes) = BLOCKS[name]
+    block = make()
+    y = block(torch.zeros(2, block.in_channels, *sizes))
+    assert y.shape == (2, block.out_channels, *(n * s for n, s in zip(sizes, block.stride, strict=True)))
+
+
+# transposed class, class: with the same free tensors and slopes their Jacobians are transposes of each other
+PAIRS = [
+    (ts.SLLAOCBlockTranspose2d, ts.SLLAOCBlock2d),
+    (ts.SandwichAOCConvTranspose2d, ts.SandwichAOCConv2d),
+    (ts.SandwichConvTranspose2d, ts.SandwichConv2d),
+]
+NUMBERS = [
+    ((6, 4), 3, {"stride": 2}),
+    ((4, 6), (4, 3), {"stride": (1, 2)}),
+    ((6, 4), (2, 3), {"stride": (2, 3), "groups": 2}),
+    ((4, 4), 3, {"stride": (1, 2), "dilation": (2, 3), "groups": 2}),
+]
+
+
+@pytest.mark.parametrize(("up", "down"), PAIRS)
+@pytest.mark.parametrize(("channels", "kernel", "options"), NUMBERS)
+@pytest.mark.parametrize("mode", ["circular", "zeros"])
+def test_transposed_blocks_have_transposed_jacobians(up, down, channels, kernel, options, mode):
+    if "padding_mode" in inspect.signature(up).parameters:
+        options = {**options, "padding_mode": mode}
+    options = {**options, "activation": nn.Identity(), "dtype": torch.float64}
+    larger, smaller = up(*channels, kernel, **options), down(*channels[::-1], kernel, **options)
+    randomise(larger)
+    smaller.load_state_dict(larger.state_dict())
+    coarse = (3, 2)
+    fine = tuple(n * s for n, s in zip(coarse, larger.stride, strict=True))
+    expected = jacobian(exact(smaller), torch.randn(channels[1], *fine))
+    torch.testing.assert_close(jacobian(exact(larger), torch.randn(channels[0], *coarse)), expected.T)
+
+
+GROUPED = {
+    "sll": lambda **o: ts.SLLBlock2d(6, 9, **o),
+    "cpl": lambda **o: ts.CPLBlock2d(6, 9, **o),
+    "sllaoc": lambda **o: ts.SLLAOCBlock2d(6, 9, **o),
+    "sllaoc up": lambda **o: ts.SLLAOCBlockTranspose2d(6, 9, 3, **o),
+    "sandwich aoc": lambda **o: ts.SandwichAOCConv2d(6, 9, 3, **o),
+    "sandwich aoc up": lambda **o: ts.SandwichAOCConvTranspose2d(6, 9, 3, **o),
+    "sandwich": lambda **o: ts.SandwichConv2d(6, 9, 3, **o),
+    "sandwich up": lambda **o: ts.SandwichConvTranspose2d(6, 9, 3, **o),
+}
+
+
+@pytest.mark.parametrize("make", GROUPED.values(), ids=GROUPED)
+def test_groups_are_independent(make):
+    block = exact(randomise(make(groups=3, activation=nn.Sigmoid())))
+    matrix = jacobian(block, torch.randn(6, 3, 4))
+    blocks = matrix.view(3, len(matrix) // 3, 3, 24).abs().amax((1, 3))
+    assert (blocks.diagonal() > 0.01).all()
+    assert (blocks - blocks.diagonal().diag()).max() < 1e-12
+
+
+@pytest.mark.parametrize("make", GROUPED.values(), ids=GROUPED)
+def test_dilated_blocks_act_on_each_coarse_lattice(make):
+    dilated, plain = randomise(make(dilation=(2, 3), dtype=torch.float64)), make(dtype=torch.float64)
+    plain.load_state_dict(dilated.state_dict())
+    x = torch.randn(2, 6, 8, 9, dtype=torch.float64)
+    y = dilated(x)
+    for i, j in itertools.product(range(2), range(3)):
+        torch.testing.assert_close(y[..., i::2, j::3], plain(x[..., i::2, j::3]))
+
+
+@pytest.mark.parametrize(
+    "name", ["sll 2d groups", "cpl 2d dilation", "sllaoc up 1d all", "sandwich aoc up 1d all zeros"]
+)
+def test_compiles(name):
+    make, shape = BLOCKS[name]
+    block = make()
+    x = torch.randn(1, *shape)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), block(x), atol=1e-5, rtol=1e-5)

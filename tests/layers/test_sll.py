@@ -46,33 +46,67 @@ def test_more_than_a_linear_map_and_close_to_tight():
     assert values[-1] < 0.9
 
 
-def circular(x, kernel, bias, left, stride=1):
-    """Circular convolution, one axis at a time, written out."""
-    for axis, k in enumerate(kernel.shape[2:], start=2):
-        size = x.shape[axis]
-        x = x.index_select(axis, torch.arange(-left, size + k - 1 - left) % size)
-    return F.conv2d(x, kernel, bias, stride)
+class Circular:
+    """Circular convolution, one axis at a time, written out; its transpose by autograd."""
+
+    def __init__(self, kernel, left, stride=1, dilation=1, groups=1):
+        self.kernel, self.left, self.dilation = kernel, dilation * left, dilation
+        self.options = {"stride": stride, "dilation": dilation, "groups": groups}
+
+    def __call__(self, x, bias=None):
+        for axis, k in enumerate(self.kernel.shape[2:], start=2):
+            size = x.shape[axis]
+            x = x.index_select(axis, torch.arange(-self.left, size + self.dilation * (k - 1) - self.left) % size)
+        return F.conv2d(x, self.kernel, bias, **self.options)
+
+    def transpose(self, y, size):
+        x = y.new_zeros(y.shape[0], self.kernel.shape[1] * self.options["groups"], size, size, requires_grad=True)
+        return torch.autograd.grad(self(x), x, y)[0]
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("stride", [1, 2])
-def test_fused_block_is_the_composition_of_three_layers(k, stride):
-    block = randomise(ts.SLLAOCBlock2d(4, 4, k, stride, hidden_channels=5)).double()
-    pre, post, inner = block.parametrization.parts
-    free = [t.detach() for t in block.free_tensors]
-    kernels = []
-    for part in (pre, post, inner):
+def three_layers(block):
+    """``pre``, ``post`` and ``K`` of a fused block."""
+    free, kernels = [t.detach() for t in block.free_tensors], []
+    for part in block.parametrization.parts:
         count = len(part.free_shapes)
         kernels.append(part.build(*free[:count]))
         free = free[count:]
-    k_pre, k_post, k_in = kernels
-    outer, middle = k_pre.shape[-1], k_in.shape[-1]
+    (outer, middle), stride = (kernels[0].shape[-1], kernels[2].shape[-1]), block.stride[0]
+    lefts, strides = ((outer - 1) // 2, outer // 2, middle // 2), (1, stride, 1)
+    rest = block.dilation[0], block.groups
+    return [Circular(k, left, s, *rest) for k, left, s in zip(kernels, lefts, strides, strict=True)]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(("stride", "dilation", "groups"), [(1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 3, 1), (2, 3, 2)])
+def test_fused_block_is_the_composition_of_three_layers(k, stride, dilation, groups):
+    block = randomise(ts.SLLAOCBlock2d(4, 4, k, stride, dilation, groups, hidden_channels=6)).double()
+    pre, post, inner = three_layers(block)
     x = torch.randn(2, 4, 6, 6, dtype=torch.float64)
-    u = circular(x, k_pre, None, (outer - 1) // 2)
-    hidden = F.relu(circular(u, k_in, block.bias, middle // 2))
-    back = circular(hidden, k_in.transpose(0, 1).flip(2, 3), None, middle - 1 - middle // 2)
-    expected = circular(u - 2 * back, k_post, None, outer // 2, stride)
+    u = pre(x)
+    expected = post(u - 2 * inner.transpose(F.relu(inner(u, block.bias)), 6))
     torch.testing.assert_close(block(x), expected)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(("stride", "dilation", "groups"), [(1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 3, 1), (2, 3, 2)])
+def test_transposed_block_is_the_composition_of_three_layers(k, stride, dilation, groups):
+    block = randomise(ts.SLLAOCBlockTranspose2d(4, 4, k, stride, dilation, groups, hidden_channels=6)).double()
+    pre, post, inner = three_layers(block)
+    x, size = torch.randn(2, 4, 6, 6, dtype=torch.float64), 6 * stride
+    u = post.transpose(x, size)
+    expected = pre.transpose(u - 2 * inner.transpose(F.relu(inner(u, block.bias)), size), size)
+    torch.testing.assert_close(block(x), expected)
+
+
+def test_a_transposed_block_is_exported_to_transposed_convolutions():
+    plain = ts.to_torch(ts.SLLAOCBlockTranspose2d(16, 8, stride=2, groups=2, padding_mode="zeros"))
+    shortcut, first, second = plain.first, plain.second[0], plain.second[2]
+    for layer in (shortcut, first):
+        assert type(layer) is torch.nn.ConvTranspose2d
+        assert (layer.stride, layer.groups) == ((2, 2), 2)
+    assert type(second) is torch.nn.Conv2d
+    assert (second.stride, second.groups) == ((1, 1), 2)
 
 
 def test_sizes_of_the_fused_kernels_are_those_of_the_figure():

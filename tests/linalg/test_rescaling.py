@@ -123,6 +123,15 @@ def test_gradcheck(function, shape):
     assert torch.autograd.gradcheck(function, torch.randn(shape, dtype=torch.float64, requires_grad=True))
 
 
+@pytest.mark.parametrize("function", [norm_bound, contract_rows, gram, row_sums])
+@pytest.mark.parametrize("shape", [(3, 3), (2, 2, 4), (2, 2, 2, 3)])
+def test_a_batch_is_many_kernels(function, shape):
+    kernels = torch.randn(3, *shape, dtype=torch.float64)
+    kernels[1] = 0
+    together = function(kernels, dims=len(shape) - 2)
+    torch.testing.assert_close(together, torch.stack([function(kernel) for kernel in kernels]))
+
+
 def test_gram_is_the_product():
     kernel = torch.randn(3, 2, 2, dtype=torch.float64)
     torch.testing.assert_close(gram(kernel), adjoint(gram(kernel)))

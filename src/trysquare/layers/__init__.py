@@ -78,6 +78,10 @@ from trysquare.layers.sandwich import (
     SandwichAOCConv1d,
     SandwichAOCConv2d,
     SandwichAOCConv3d,
+    SandwichAOCConvTranspose,
+    SandwichAOCConvTranspose1d,
+    SandwichAOCConvTranspose2d,
+    SandwichAOCConvTranspose3d,
     SandwichLinear,
 )
 from trysquare.layers.sandwich_fourier import (
@@ -85,6 +89,10 @@ from trysquare.layers.sandwich_fourier import (
     SandwichConv1d,
     SandwichConv2d,
     SandwichConv3d,
+    SandwichConvTranspose,
+    SandwichConvTranspose1d,
+    SandwichConvTranspose2d,
+    SandwichConvTranspose3d,
 )
 from trysquare.layers.shuffle import (
     ChannelShuffle,
@@ -101,6 +109,10 @@ from trysquare.layers.sllaoc import (
     SLLAOCBlock1d,
     SLLAOCBlock2d,
     SLLAOCBlock3d,
+    SLLAOCBlockTranspose,
+    SLLAOCBlockTranspose1d,
+    SLLAOCBlockTranspose2d,
+    SLLAOCBlockTranspose3d,
 )
 
 __all__ = [
@@ -158,6 +170,10 @@ __all__ = [
     "SLLAOCBlock1d",
     "SLLAOCBlock2d",
     "SLLAOCBlock3d",
+    "SLLAOCBlockTranspose",
+    "SLLAOCBlockTranspose1d",
+    "SLLAOCBlockTranspose2d",
+    "SLLAOCBlockTranspose3d",
     "SLLBlock",
     "SLLBlock1d",
     "SLLBlock2d",
@@ -167,10 +183,18 @@ __all__ = [
     "SandwichAOCConv1d",
     "SandwichAOCConv2d",
     "SandwichAOCConv3d",
+    "SandwichAOCConvTranspose",
+    "SandwichAOCConvTranspose1d",
+    "SandwichAOCConvTranspose2d",
+    "SandwichAOCConvTranspose3d",
     "SandwichConv",
     "SandwichConv1d",
     "SandwichConv2d",
     "SandwichConv3d",
+    "SandwichConvTranspose",
+    "SandwichConvTranspose1d",
+    "SandwichConvTranspose2d",
+    "SandwichConvTranspose3d",
     "SandwichLinear",
     "ScaledAvgPool1d",
     "ScaledAvgPool2d",

@@ -8,6 +8,7 @@ adjoint of the first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, ClassVar
 
@@ -16,32 +17,14 @@ from torch import Tensor, nn
 
 from trysquare.geometry import ConvGeometry, Pads, per_axis
 from trysquare.layers.base import ParametrizedWeight, check_dtype, copy_weights, factory_of
-from trysquare.layers.wrapping import circular_fold, circular_pad
+from trysquare.layers.explicit import _CONV, _PLAIN_CONV, Application, _flat, _symmetric, native_crop
+from trysquare.layers.wrapping import circular_pad
 from trysquare.linalg.orthogonalize import orthogonalizer as find_orthogonalizer
 from trysquare.parametrizations import find_method
 
 Size = int | Sequence[int]
 
 _DEFAULT_ORTHOGONALIZER = "cholesky"
-_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-_PLAIN_CONV: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-_PLAIN_CONV_TRANSPOSE: dict[int, Any] = {
-    1: nn.ConvTranspose1d,
-    2: nn.ConvTranspose2d,
-    3: nn.ConvTranspose3d,
-}
-_CIRCULAR_PAD: dict[int, Any] = {1: nn.CircularPad1d, 2: nn.CircularPad2d, 3: nn.CircularPad3d}
-_ZERO_PAD: dict[int, Any] = {1: nn.ZeroPad1d, 2: nn.ZeroPad2d, 3: nn.ZeroPad3d}
-
-
-def _flat(pads: Pads) -> list[int]:
-    """Torch's order: last axis first, left before right."""
-    return [amount for pad in reversed(pads) for amount in pad]
-
-
-def _symmetric(pads: Pads) -> bool:
-    return all(left == right for left, right in pads)
 
 
 class _OrthogonalConvolution(ParametrizedWeight):
@@ -63,6 +46,7 @@ class _OrthogonalConvolution(ParametrizedWeight):
     padding: Any
     padding_mode: Any
     _pads: Pads
+    _application: Application
     _padding_argument: str | Size
     _kernel_argument: tuple[int, ...]
 
@@ -101,8 +85,14 @@ class _OrthogonalConvolution(ParametrizedWeight):
         """Keep the arguments and parametrize the weight, once torch's constructor has run."""
         self.geometry, self.method, self.orthogonalizer = geometry, method, orthogonalizer
         self._kernel_argument, self.options = kernel_size, options
+        numbers = geometry.kernel_size, geometry.stride, geometry.dilation, geometry.groups
+        self._application = Application(*numbers, self._pads, self.padding_mode, geometry.transposed)
         chosen: Any = find_method(method, options)
         self._parametrize_weight(chosen(geometry, orthogonalizer, **options, **factory_of(self.weight)))
+
+    def as_torch(self) -> nn.Module:
+        """A plain layer of torch, and padding layers where torch has no argument for the padding."""
+        return self._application.plain(self.weight, self.bias, self.training)
 
     @property
     def truncation_error(self) -> float:
@@ -312,20 +302,6 @@ class _Convolution(_OrthogonalConvolution):
         )
         return self._share_weight(twin)
 
-    def as_torch(self) -> nn.Module:
-        """A plain ``nn.Conv*d``, after a padding layer where torch has no argument for the padding."""
-        uniform = self.padding == "same" and set(self.stride) == {1} and self.padding_mode == "circular"
-        padding: Any = self.padding if isinstance(self.padding, tuple) or uniform else 0
-        plain = _PLAIN_CONV[self.dims](
-            self.in_channels, self.out_channels, self.kernel_size, self.stride, padding, self.dilation, self.groups,
-            self.bias is not None, self.padding_mode, device="meta",
-        )  # fmt: skip
-        copy_weights(plain, self.weight, self.bias, self.training)
-        if isinstance(self.padding, tuple) or uniform:
-            return plain  # type: ignore[no-any-return]
-        pad = _CIRCULAR_PAD if self.padding_mode == "circular" else _ZERO_PAD
-        return nn.Sequential(pad[self.dims](tuple(_flat(self._pads))), plain)
-
 
 class _TransposedConvolution(_OrthogonalConvolution):
     """Constructor and forward pass of ``OrthoConvTranspose1d``, ``2d`` and ``3d``."""
@@ -371,7 +347,7 @@ class _TransposedConvolution(_OrthogonalConvolution):
             dtype,
         )
         self._pads, self._padding_argument, self.padding_mode = pads, padding, padding_mode
-        self.padding, self.output_padding, _ = self._native_crop(pads)
+        self.padding, self.output_padding, _ = native_crop(pads, geometry.stride, geometry.dilation)
         self._finish(geometry, sizes[0], method, orthogonalizer, options)
 
     @staticmethod
@@ -404,40 +380,10 @@ class _TransposedConvolution(_OrthogonalConvolution):
                 possible.
         """
         self._check_axes(input)
-        sizes = input.shape[-self.dims :]
-        pads = self._pads if output_size is None else self._crops_for(sizes, output_size)
-        if self.padding_mode == "circular":
-            return self._wrapped(input, tuple(size * stride for size, stride in zip(sizes, self.stride, strict=True)))
-        padding, extra, rest = self._native_crop(pads)
-        output = self._transpose(input, self.bias, padding, extra)
-        return F.pad(output, _flat(rest)) if any(map(any, rest)) else output
-
-    def _native_crop(self, crops: Pads) -> tuple[tuple[int, ...], tuple[int, ...], Pads]:
-        """Torch's ``padding`` and ``output_padding`` for the crops, and what is left to cut off after them."""
-        starts, ends = zip(*crops, strict=True)
-        limits = [max(s, d) for s, d in zip(self.stride, self.dilation, strict=True)]
-        padding = tuple(min(start, end + limit - 1) for start, end, limit in zip(starts, ends, limits, strict=True))
-        extra = tuple(max(0, pad - end) for pad, end in zip(padding, ends, strict=True))
-        rest = tuple((p - start, p - e - end) for p, e, start, end in zip(padding, extra, starts, ends, strict=True))
-        return padding, extra, rest
-
-    def _wrapped(self, input: Tensor, sizes: tuple[int, ...]) -> Tensor:  # noqa: A002
-        full = self._transpose(input, None, 0, 0)
-        output = circular_fold(full, tuple(left for left, _ in self._pads), sizes)
-        return output if self.bias is None else output + self.bias.to(output.dtype).view(-1, *(1,) * self.dims)
-
-    def _transpose(self, x: Tensor, bias: Tensor | None, padding: Any, output_padding: Any) -> Tensor:
-        convolve = _CONV_TRANSPOSE[self.dims]
-        return convolve(
-            x,
-            self._current_weight(),
-            bias,
-            self.stride,
-            padding,
-            output_padding,
-            self.groups,
-            self.dilation,
-        )  # type: ignore[operator]
+        application = self._application
+        if output_size is not None:
+            application = replace(application, pads=self._crops_for(input.shape[-self.dims :], output_size))
+        return application(input, self._current_weight(), self.bias)
 
     def _crops_for(self, sizes: Sequence[int], output_size: Sequence[int]) -> Pads:
         """Crops that give ``output_size``, if there are any."""
@@ -476,30 +422,6 @@ class _TransposedConvolution(_OrthogonalConvolution):
             **self._options(),
         )
         return self._share_weight(twin)
-
-    def as_torch(self) -> nn.Module:
-        """Plain torch layers: a periodic extension of the input, then a crop of the result, wraps around."""
-        if self.padding_mode == "zeros":
-            return self._cropped(self._pads)
-        axes = list(zip(self._pads, self.geometry.extent, self.geometry.stride, strict=True))
-        # Inputs before the first and after the last one that reach into the output when the domain wraps around.
-        reach = tuple(((extent - 1 - left) // stride, -(-left // stride)) for (left, _), extent, stride in axes)
-        crops = tuple(
-            (left + before * stride, (after - 1) * stride + extent - left)
-            for ((left, _), extent, stride), (before, after) in zip(axes, reach, strict=True)
-        )
-        plain = self._cropped(crops)
-        return nn.Sequential(_CIRCULAR_PAD[self.dims](tuple(_flat(reach))), plain) if any(map(any, reach)) else plain
-
-    def _cropped(self, crops: Pads) -> nn.Module:
-        """``nn.ConvTranspose*d`` with ``crops`` cut off its full output."""
-        padding, extra, rest = self._native_crop(crops)
-        plain = _PLAIN_CONV_TRANSPOSE[self.dims](
-            self.in_channels, self.out_channels, self.kernel_size, self.stride, padding, extra, self.groups,
-            self.bias is not None, self.dilation, device="meta",
-        )  # fmt: skip
-        copy_weights(plain, self.weight, self.bias, self.training)
-        return nn.Sequential(plain, _ZERO_PAD[self.dims](tuple(_flat(rest)))) if any(map(any, rest)) else plain
 
 
 class OrthoConv1d(_Convolution, nn.Conv1d):

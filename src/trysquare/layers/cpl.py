@@ -8,15 +8,25 @@ import torch
 from torch import Tensor
 
 from trysquare.layers.potential import Contraction, PotentialConv, PotentialLinear
-from trysquare.linalg.rescaling import norm_bound
+from trysquare.linalg.norms import norm_bound
 
 
 class NormContraction(Contraction):
-    """``K / bound`` for a free kernel ``K`` and an upper bound of its norm."""
+    """``K / bound`` for a free kernel ``K`` and an upper bound of its norm, in each group.
 
-    def __init__(self, shape: tuple[int, ...], steps: int, **factory: Any) -> None:
-        super().__init__(shape, **factory)
-        self.steps = steps
+    Args:
+        shape: of the kernel.
+        groups: number of groups.
+        steps: squarings in ``trysquare.linalg.norm_bound``; 4 for a matrix and 1 for a kernel, whose taps they double,
+            if not given.
+        factory: device and dtype.
+    """
+
+    def __init__(self, shape: tuple[int, ...], groups: int = 1, steps: int | None = None, **factory: Any) -> None:
+        super().__init__(shape, groups, **factory)
+        self.steps = (1 if self.dims else 4) if steps is None else steps
+        if self.steps < 0:
+            raise ValueError(f"steps={steps} must be at least 0")
 
     @property
     def free_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -29,8 +39,9 @@ class NormContraction(Contraction):
 
     def build(self, *free: Tensor) -> Tensor:
         """Divide by the bound."""
-        bound = norm_bound(free[0], self.steps)
-        return free[0] / torch.where(bound > 0, bound, 1.0)
+        kernel = self._by_group(free[0])
+        bound = norm_bound(kernel, self.steps, dims=self.dims)
+        return (kernel / torch.where(bound > 0, bound, 1.0)[(..., *(None,) * (kernel.ndim - 1))]).flatten(0, 1)
 
     def solve(self, weight: Tensor) -> list[Tensor]:
         """The weight itself: its bound is 1."""
@@ -51,17 +62,13 @@ class CPLLinear(PotentialLinear):
         device: device of the parameters.
         dtype: dtype of the weight; free tensors are kept in float32 or float64.
         activation: acts entry by entry with slopes between 0 and 1; ReLU if not given.
-        steps: squarings in ``trysquare.linalg.norm_bound``.
+        steps: squarings in ``trysquare.linalg.norm_bound``; 4 if not given.
 
     >>> CPLLinear(16, 32)(torch.randn(2, 16)).shape
     torch.Size([2, 16])
     """
 
-    def __init__(self, *args: Any, steps: int = 4, **kwargs: Any) -> None:
-        super().__init__(*args, steps=steps, **kwargs)
-
-    def _contraction(self, shape: tuple[int, ...], **options: Any) -> Contraction:
-        return NormContraction(shape, **options)
+    contraction = NormContraction
 
 
 class CPLBlock(PotentialConv):
@@ -75,22 +82,20 @@ class CPLBlock(PotentialConv):
         channels: channels of input and output.
         hidden_channels: channels of ``K x``; ``channels`` if not given.
         kernel_size: size of the kernel.
+        dilation: spacing of the taps.
+        groups: number of independent groups of channels.
         bias: whether there is a learnable ``b``.
         padding_mode: ``"circular"`` or ``"zeros"``.
         device: device of the parameters.
         dtype: dtype of the weight; free tensors are kept in float32 or float64.
         activation: acts entry by entry with slopes between 0 and 1; ReLU if not given.
-        steps: squarings in ``trysquare.linalg.norm_bound``; more are tighter and cost more.
+        steps: squarings in ``trysquare.linalg.norm_bound``, 1 if not given; more are tighter and cost more.
 
     >>> CPLBlock2d(8)(torch.randn(1, 8, 6, 6)).shape
     torch.Size([1, 8, 6, 6])
     """
 
-    def __init__(self, *args: Any, steps: int = 1, **kwargs: Any) -> None:
-        super().__init__(*args, steps=steps, **kwargs)
-
-    def _contraction(self, shape: tuple[int, ...], **options: Any) -> Contraction:
-        return NormContraction(shape, **options)
+    contraction = NormContraction
 
 
 class CPLBlock1d(CPLBlock):

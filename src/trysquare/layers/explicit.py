@@ -1,17 +1,36 @@
-"""Convolution with a kernel at hand, and its export: what blocks with several kernels share."""
+"""Linear maps with a kernel at hand, and their export: what convolutions and blocks of several kernels share."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trysquare.geometry import PADDING_MODES, Pads
+from trysquare.geometry import PADDING_MODES, Pads, Sizes
 from trysquare.layers.base import copy_weights
-from trysquare.layers.conv import _CIRCULAR_PAD, _CONV, _PLAIN_CONV, _ZERO_PAD, _flat, _symmetric
-from trysquare.layers.wrapping import circular_pad
+from trysquare.layers.wrapping import circular_fold, circular_pad
+
+_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+_PLAIN_CONV: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_PLAIN_CONV_TRANSPOSE: dict[int, Any] = {
+    1: nn.ConvTranspose1d,
+    2: nn.ConvTranspose2d,
+    3: nn.ConvTranspose3d,
+}
+_CIRCULAR_PAD: dict[int, Any] = {1: nn.CircularPad1d, 2: nn.CircularPad2d, 3: nn.CircularPad3d}
+_ZERO_PAD: dict[int, Any] = {1: nn.ZeroPad1d, 2: nn.ZeroPad2d, 3: nn.ZeroPad3d}
+
+
+def _flat(pads: Pads) -> list[int]:
+    """Torch's order: last axis first, left before right."""
+    return [amount for pad in reversed(pads) for amount in pad]
+
+
+def _symmetric(pads: Pads) -> bool:
+    return all(left == right for left, right in pads)
 
 
 def check_padding_mode(mode: str) -> None:
@@ -23,70 +42,144 @@ def check_padding_mode(mode: str) -> None:
         )
 
 
-def flipped(pads: Pads) -> Pads:
-    """Padding of the adjoint of a stride 1 convolution with padding ``pads``."""
-    return tuple((right, left) for left, right in pads)
+def native_crop(crops: Pads, stride: Sizes, dilation: Sizes) -> tuple[Sizes, Sizes, Pads]:
+    """Torch's ``padding`` and ``output_padding`` that cut ``crops`` off a full transposed convolution, and the rest."""
+    starts, ends = zip(*crops, strict=True)
+    limits = [max(s, d) for s, d in zip(stride, dilation, strict=True)]
+    padding = tuple(min(start, end + limit - 1) for start, end, limit in zip(starts, ends, limits, strict=True))
+    extra = tuple(max(0, pad - end) for pad, end in zip(padding, ends, strict=True))
+    rest = tuple((p - start, p - e - end) for p, e, start, end in zip(padding, extra, starts, ends, strict=True))
+    return padding, extra, rest
 
 
-def convolve(x: Tensor, kernel: Tensor, bias: Tensor | None, pads: Pads, mode: str, stride: Any = 1) -> Tensor:
-    """Convolution of ``(batch, channels, *sizes)`` with padding of any amount, circular or zeros.
+@dataclass(frozen=True)
+class Application:
+    """How a kernel is applied: a convolution without its kernel and bias. Without axes, a product by a matrix.
 
-    Raises:
-        ValueError: if the padding is circular and the stride does not divide the sizes.
+    Attributes:
+        kernel_size: taps on each axis.
+        stride: stride of each axis.
+        dilation: dilation of each axis.
+        groups: number of groups.
+        pads: left and right padding; of a transposed convolution, what is cut off its full output.
+        mode: ``"zeros"`` or ``"circular"``: padding is periodic, and what is cut off is wrapped around. The stride must
+            divide what a circular convolution reads, and a transposed one makes ``stride`` times as many positions.
+        transposed: whether it is the transposed convolution, with a kernel ``(in, out / groups, *k)``.
     """
-    dims = kernel.ndim - 2
-    sizes = x.shape[-dims:]
-    if mode == "zeros":
-        x = F.pad(x, _flat(pads))
-    elif stride != 1 and any(size % s for size, s in zip(sizes, stride, strict=True)):
-        raise ValueError(
-            f"a circular map of size {tuple(sizes)} is not divisible by stride={stride}, so windows overlap where it "
-            "wraps and the block would amplify; pad or crop the input to a multiple, or use padding_mode='zeros'"
+
+    kernel_size: Sizes = ()
+    stride: Sizes = ()
+    dilation: Sizes = ()
+    groups: int = 1
+    pads: Pads = ()
+    mode: str = "zeros"
+    transposed: bool = False
+
+    @property
+    def dims(self) -> int:
+        """Number of axes."""
+        return len(self.kernel_size)
+
+    @property
+    def extent(self) -> Sizes:
+        """Positions from the first tap to the last on each axis."""
+        return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel_size, self.dilation, strict=True))
+
+    def adjoint(self) -> Application:
+        """Of a convolution, the transposed one, with the same kernel, to outputs of ``stride`` times the size."""
+        axes = zip(self.pads, self.extent, self.stride, strict=True)
+        return replace(self, transposed=True, pads=tuple((left, e - s - left) for (left, _), e, s in axes))
+
+    def flipped(self) -> Application:
+        """Of a convolution with stride 1, the transposed one as a plain one, with the adjoint kernel."""
+        return replace(self, pads=tuple((right, left) for left, right in self.pads))
+
+    def __call__(self, x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply ``kernel`` to ``(batch, channels, *sizes)``, or without the batch; a matrix to the last axis.
+
+        Raises:
+            ValueError: if the padding is circular and the stride does not divide the sizes.
+        """
+        if not self.dims:
+            return F.linear(x, kernel, bias)
+        if self.transposed:
+            return self._spread(x, kernel, bias)
+        padded = self._extended(x) if self.mode == "circular" else F.pad(x, _flat(self.pads))
+        return _CONV[self.dims](padded, kernel, bias, self.stride, 0, self.dilation, self.groups)
+
+    def _extended(self, x: Tensor) -> Tensor:
+        sizes = x.shape[-self.dims :]
+        if any(size % s for size, s in zip(sizes, self.stride, strict=True)):
+            raise ValueError(
+                f"a circular map of size {tuple(sizes)} is not divisible by stride={self.stride}, so windows overlap "
+                "where it wraps and the block would amplify; pad or crop the input to a multiple, or use "
+                "padding_mode='zeros'"
+            )
+        if any(max(pad) > size for pad, size in zip(self.pads, sizes, strict=True)):
+            return circular_pad(x, self.pads)
+        return F.pad(x, _flat(self.pads), mode="circular") if any(map(any, self.pads)) else x
+
+    def _spread(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
+        transpose: Any = _CONV_TRANSPOSE[self.dims]
+        if self.mode == "circular":
+            full = transpose(x, kernel, None, self.stride, 0, 0, self.groups, self.dilation)
+            sizes = tuple(size * s for size, s in zip(x.shape[-self.dims :], self.stride, strict=True))
+            output = circular_fold(full, tuple(left for left, _ in self.pads), sizes)
+            return output if bias is None else output + bias.to(output.dtype).view(-1, *(1,) * self.dims)
+        padding, extra, rest = native_crop(self.pads, self.stride, self.dilation)
+        output = transpose(x, kernel, bias, self.stride, padding, extra, self.groups, self.dilation)
+        return F.pad(output, _flat(rest)) if any(map(any, rest)) else output
+
+    def plain(self, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
+        """The same with this kernel in plain layers of torch; padding is one where torch has no argument for it."""
+        if not self.dims:
+            plain = nn.Linear(kernel.shape[1], kernel.shape[0], bias is not None, device="meta")
+            return copy_weights(plain, kernel, bias, training)
+        return (self._plain_transposed if self.transposed else self._plain_convolution)(kernel, bias, training)
+
+    def _plain_convolution(self, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
+        padding = self._torch_padding()
+        plain = _PLAIN_CONV[self.dims](
+            kernel.shape[1] * self.groups, kernel.shape[0], self.kernel_size, self.stride,
+            0 if padding is None else padding, self.dilation, self.groups, bias is not None, self.mode, device="meta",
+        )  # fmt: skip
+        copy_weights(plain, kernel, bias, training)
+        if padding is not None:
+            return plain  # type: ignore[no-any-return]
+        pad = _CIRCULAR_PAD if self.mode == "circular" else _ZERO_PAD
+        return nn.Sequential(pad[self.dims](tuple(_flat(self.pads))), plain).train(training)
+
+    def _torch_padding(self) -> Any:
+        """Torch's argument for the padding, if it has one."""
+        if _symmetric(self.pads):
+            return tuple(left for left, _ in self.pads)
+        same = self.pads == tuple(((e - 1) // 2, e // 2) for e in self.extent)
+        return "same" if same and self.mode == "circular" and set(self.stride) == {1} else None
+
+    def _plain_transposed(self, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
+        """A transposed convolution; a periodic extension of the input and a crop of the result wrap around."""
+        if self.mode == "zeros":
+            return self._cropped(self.pads, kernel, bias, training)
+        axes = list(zip(self.pads, self.extent, self.stride, strict=True))
+        # Inputs before the first and after the last one that reach into the output when the domain wraps around.
+        reach = tuple(((extent - 1 - left) // stride, -(-left // stride)) for (left, _), extent, stride in axes)
+        crops = tuple(
+            (left + before * stride, (after - 1) * stride + extent - left)
+            for ((left, _), extent, stride), (before, after) in zip(axes, reach, strict=True)
         )
-    elif all(max(pad) <= size for pad, size in zip(pads, sizes, strict=True)):
-        x = F.pad(x, _flat(pads), mode="circular") if any(map(any, pads)) else x
-    else:
-        x = circular_pad(x, pads)
-    return _CONV[dims](x, kernel, bias, stride)
+        plain = self._cropped(crops, kernel, bias, training)
+        if not any(map(any, reach)):
+            return plain
+        return nn.Sequential(_CIRCULAR_PAD[self.dims](tuple(_flat(reach))), plain).train(training)
 
-
-def plain_convolution(
-    kernel: Tensor, bias: Tensor | None, pads: Pads, mode: str, training: bool, stride: Any = 1
-) -> nn.Module:
-    """A plain ``nn.Conv*d`` with this kernel, after a padding layer where torch has no argument for the padding."""
-    dims = kernel.ndim - 2
-    padding = tuple(left for left, _ in pads) if _symmetric(pads) else 0
-    plain = _PLAIN_CONV[dims](
-        kernel.shape[1], kernel.shape[0], kernel.shape[2:], stride, padding, bias=bias is not None, padding_mode=mode,
-        device="meta",
-    )  # fmt: skip
-    copy_weights(plain, kernel, bias, training)
-    if _symmetric(pads):
-        return plain  # type: ignore[no-any-return]
-    pad = _CIRCULAR_PAD if mode == "circular" else _ZERO_PAD
-    return nn.Sequential(pad[dims](tuple(_flat(pads))), plain)
-
-
-def plain_linear(weight: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
-    """A plain ``nn.Linear`` with this weight."""
-    plain = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-    return copy_weights(plain, weight, bias, training)
-
-
-class Sum(nn.Module):
-    """``first(x) + second(x)``: what exported residual blocks are made of, besides layers of torch."""
-
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.first = first
-        self.second = second
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Sum of both."""
-        total: Tensor = self.first(input) + self.second(input)
-        return total
-
-
-def hidden_bias(size: int, bias: bool, factory: dict[str, Any]) -> nn.Parameter | None:
-    """Bias of a hidden layer, not yet drawn."""
-    return nn.Parameter(torch.empty(size, **factory)) if bias else None
+    def _cropped(self, crops: Pads, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
+        """``nn.ConvTranspose*d`` with ``crops`` cut off its full output."""
+        padding, extra, rest = native_crop(crops, self.stride, self.dilation)
+        plain = _PLAIN_CONV_TRANSPOSE[self.dims](
+            kernel.shape[0], kernel.shape[1] * self.groups, self.kernel_size, self.stride, padding, extra, self.groups,
+            bias is not None, self.dilation, device="meta",
+        )  # fmt: skip
+        copy_weights(plain, kernel, bias, training)
+        if not any(map(any, rest)):
+            return plain  # type: ignore[no-any-return]
+        return nn.Sequential(plain, _ZERO_PAD[self.dims](tuple(_flat(rest)))).train(training)

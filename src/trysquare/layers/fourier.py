@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from trysquare.geometry import per_axis
+from trysquare.geometry import check_groups, per_axis
+from trysquare.layers.pooling import depth_to_space, space_to_depth
 from trysquare.linalg.fourier import RESPONSES, apply_response, explicit_kernel, orthogonal_response
 from trysquare.linalg.precision import at_least_float32
 from trysquare.parametrizations.base import random_orthonormal
@@ -17,26 +18,6 @@ from trysquare.parametrizations.base import random_orthonormal
 Size = int | Sequence[int]
 _CIRCULAR_PAD: dict[int, Any] = {1: nn.CircularPad1d, 2: nn.CircularPad2d, 3: nn.CircularPad3d}
 _CONV: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-
-
-def space_to_channels(x: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Invertible downsampling ``(b, c, *sizes)`` to ``(b, c prod(s), *(sizes / s))``."""
-    dims = len(stride)
-    for axis, s in enumerate(stride):
-        x = x.unflatten(2 + 2 * axis, (-1, s))
-    order = [0, 1, *(3 + 2 * axis for axis in range(dims)), *(2 + 2 * axis for axis in range(dims))]
-    return x.permute(order).flatten(1, 1 + dims)
-
-
-def channels_to_space(x: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Undo ``space_to_channels``."""
-    dims = len(stride)
-    x = x.unflatten(1, (-1, *stride))
-    order = [0, 1, *(place for axis in range(dims) for place in (2 + dims + axis, 2 + axis))]
-    x = x.permute(order)
-    for axis in range(dims):
-        x = x.flatten(2 + axis, 3 + axis)
-    return x
 
 
 class _FourierConvolution(nn.Module):
@@ -62,9 +43,7 @@ class _FourierConvolution(nn.Module):
         super().__init__()
         if method not in RESPONSES:
             raise ValueError(f"method={method!r} must be one of {', '.join(map(repr, RESPONSES))}")
-        for name, count in (("in_channels", in_channels), ("out_channels", out_channels), ("groups", groups)):
-            if not isinstance(count, int) or count < 1 or count % max(groups, 1):
-                raise ValueError(f"{name}={count!r} must be a positive multiple of groups={groups!r}")
+        check_groups(groups, in_channels=in_channels, out_channels=out_channels)
         self.in_channels, self.out_channels, self.groups, self.method = in_channels, out_channels, groups, method
         self.kernel_size = per_axis("kernel_size", kernel_size, self.dims)
         self.stride = per_axis("stride", stride, self.dims)
@@ -162,7 +141,7 @@ class _Plain(_FourierConvolution):
         """Convolve ``(b, in_channels, *sizes)``, sizes divisible by the stride."""
         x = input.unsqueeze(0) if input.ndim == self.dims + 1 else input
         self._check(x)
-        coarse = space_to_channels(x, self.stride) if max(self.stride) > 1 else x
+        coarse = space_to_depth(x, self.stride) if max(self.stride) > 1 else x
         y = self._finished(self._convolved(coarse, self.response(tuple(coarse.shape[2:]))), input)
         return y.squeeze(0) if input.ndim == self.dims + 1 else y
 
@@ -194,7 +173,7 @@ class _Plain(_FourierConvolution):
         sizes = per_axis("sizes", sizes, self.dims)
         coarse = tuple(size // s for size, s in zip(sizes, self.stride, strict=True))
         kernel = explicit_kernel(self._built(coarse), coarse)  # (g, n, m prod(s), *coarse)
-        flat = channels_to_space(kernel.flatten(0, 1), self.stride)
+        flat = depth_to_space(kernel.flatten(0, 1), self.stride)
         pads = [amount for size, s in zip(sizes[::-1], self.stride[::-1], strict=True) for amount in (0, size - s)]
         plain = _CONV[self.dims](
             self.in_channels, self.out_channels, sizes, self.stride, groups=self.groups, bias=self.bias is not None,
@@ -215,7 +194,7 @@ class _Transposed(_FourierConvolution):
         if x.ndim != self.dims + 2 or x.shape[1] != self.in_channels:
             raise ValueError(f"input of shape {tuple(x.shape)} must be (batch, {self.in_channels}, {self.dims} sizes)")
         fine = self._convolved(x, self.response(tuple(x.shape[2:])).mH)
-        y = self._finished(channels_to_space(fine, self.stride) if max(self.stride) > 1 else fine, input)
+        y = self._finished(depth_to_space(fine, self.stride) if max(self.stride) > 1 else fine, input)
         return y.squeeze(0) if input.ndim == self.dims + 1 else y
 
 

@@ -2,88 +2,90 @@
 
 ``x - 2 Mᵀ σ(M x + b)`` is 1-Lipschitz if ``‖M‖ <= 1`` and ``σ`` acts entry by entry with slopes ``D`` in ``[0, 1]``:
 its Jacobian ``I - 2 MᵀDM`` is symmetric with eigenvalues in ``[-1, 1]``. Zero padding restricts ``M``, which leaves
-its norm at most 1. The two blocks differ in how a free kernel becomes a contraction.
+its norm at most 1; dilation makes of it several copies on coarser lattices. The two blocks differ in how a free kernel
+becomes a contraction.
 """
 
 from __future__ import annotations
 
-import copy
-from abc import abstractmethod
 from math import prod
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trysquare.geometry import per_axis
-from trysquare.layers.activations import with_slopes_in_unit_interval
-from trysquare.layers.base import ParametrizedWeight, factory_of
+from trysquare.geometry import check_groups, per_axis
+from trysquare.layers.base import factory_of
+from trysquare.layers.block import Block, Sum
 from trysquare.layers.conv import Size
-from trysquare.layers.explicit import (
-    Sum,
-    check_padding_mode,
-    convolve,
-    flipped,
-    hidden_bias,
-    plain_convolution,
-    plain_linear,
-)
+from trysquare.layers.explicit import Application, check_padding_mode
 from trysquare.linalg.kernels import adjoint
 from trysquare.parametrizations import Parametrization
 
 
 class Contraction(Parametrization):
-    """A kernel ``(hidden, channels, *k)`` of norm at most 1 on every domain."""
+    """A kernel ``(hidden, channels / groups, *k)`` of norm at most 1 on every domain; groups are independent."""
 
-    def __init__(self, shape: tuple[int, ...], **factory: Any) -> None:
+    def __init__(self, shape: tuple[int, ...], groups: int = 1, **factory: Any) -> None:
         super().__init__(**factory)
-        self.shape = shape
+        self.shape, self.groups = shape, groups
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
         """Shape of the kernel."""
         return self.shape
 
+    @property
+    def dims(self) -> int:
+        """Number of kernel axes."""
+        return len(self.shape) - 2
+
+    def _by_group(self, tensor: Tensor) -> Tensor:
+        """Kernel or weights with the hidden channels of each group on an axis of their own, the second."""
+        return tensor.unflatten(0, (self.groups, -1))
+
     def _draw_kernel(self) -> Tensor:
         return torch.randn(self.shape, dtype=torch.float64) / prod(self.shape[1:]) ** 0.5
 
 
-class _PotentialStep(ParametrizedWeight):
+class _PotentialStep(Block):
     """``x - 2 Mᵀ σ(M x + b)`` with the contraction ``M`` as ``weight``."""
 
-    def __init__(
+    # What makes the kernel a contraction.
+    contraction: ClassVar[type[Contraction]]
+
+    def _take_step(
         self,
+        application: Application,
         shape: tuple[int, ...],
         bias: bool,
         activation: nn.Module | None,
-        device: Any,
-        dtype: Any,
-        **options: Any,
+        factory: dict[str, Any],
+        options: dict[str, Any],
     ) -> None:
-        super().__init__()
-        for name, size in (("channels", shape[1]), ("hidden channels", shape[0])):
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}={size!r} must be a positive integer")
-        self.activation = with_slopes_in_unit_interval(activation)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.bias = hidden_bias(shape[0], bias, factory_of(self.weight))
-        self._parametrize_weight(self._contraction(shape, **options, **factory_of(self.weight)))
-        self.reset_parameters()
+        self._first, self._second = application, application.flipped()
+        made = self.contraction(shape, application.groups, **options, **factory_of(torch.empty(0, **factory)))
+        self._finish(made, shape, bias, activation)
 
-    @abstractmethod
-    def _contraction(self, shape: tuple[int, ...], **options: Any) -> Contraction:
-        """What makes the kernel a contraction."""
+    @property
+    def kernels(self) -> tuple[Tensor, Tensor]:
+        """``M`` and ``-2 Mᵀ``."""
+        weight = self._current_weight()
+        return weight, -2 * adjoint(weight, self._first.groups)
 
-    def extra_repr(self) -> str:
-        """Channels and bias."""
-        hidden, channels, *kernel = self.parametrization.weight_shape
-        taps = f", kernel_size={tuple(kernel)}" if kernel else ""
-        return f"{channels}, hidden={hidden}{taps}, bias={self.bias is not None}, activation={self.activation}"
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Take one step."""
+        return input + self._branch(input, *self.kernels)
+
+    def as_torch(self) -> nn.Module:
+        """The sum of the input and two plain layers with the activation between them."""
+        return Sum(nn.Identity(), self._plain_branch(*self.kernels)).train(self.training)
 
 
 class PotentialLinear(_PotentialStep):
     """The step for vectors ``(..., features)``."""
+
+    _shown = ("features", "hidden_features")
 
     def __init__(
         self,
@@ -96,36 +98,27 @@ class PotentialLinear(_PotentialStep):
         activation: nn.Module | None = None,
         **options: Any,
     ) -> None:
-        shape = (features if hidden_features is None else hidden_features, features)
-        super().__init__(shape, bias, activation, device, dtype, **options)
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Take one step."""
-        weight = self._current_weight()
-        hidden = self.activation(F.linear(input, weight, self.bias))
-        return input - 2 * F.linear(hidden, weight.mT)
-
-    def as_torch(self) -> nn.Module:
-        """The sum of the input and two plain ``nn.Linear`` with the activation between them."""
-        weight = self.weight.detach()
-        step = nn.Sequential(
-            plain_linear(weight, self.bias, self.training),
-            copy.deepcopy(self.activation),
-            plain_linear(-2 * weight.mT, None, self.training),
-        )
-        return Sum(nn.Identity(), step).train(self.training)
+        super().__init__()
+        self.features = features
+        self.hidden_features = features if hidden_features is None else hidden_features
+        check_groups(1, features=features, hidden_features=self.hidden_features)
+        factory = {"device": device, "dtype": dtype}
+        self._take_step(Application(), (self.hidden_features, features), bias, activation, factory, options)
 
 
 class PotentialConv(_PotentialStep):
     """The step for feature maps ``(batch, channels, *sizes)``."""
 
     dims: ClassVar[int] = 2
+    _shown = ("channels", "hidden_channels", "kernel_size", "dilation", "groups", "padding_mode")
 
     def __init__(
         self,
         channels: int,
         hidden_channels: int | None = None,
         kernel_size: Size = 3,
+        dilation: Size = 1,
+        groups: int = 1,
         bias: bool = True,
         padding_mode: str = "circular",
         device: Any = None,
@@ -134,29 +127,16 @@ class PotentialConv(_PotentialStep):
         activation: nn.Module | None = None,
         **options: Any,
     ) -> None:
+        super().__init__()
         check_padding_mode(padding_mode)
-        taps = per_axis("kernel_size", kernel_size, self.dims)
-        hidden = channels if hidden_channels is None else hidden_channels
-        super().__init__((hidden, channels, *taps), bias, activation, device, dtype, **options)
-        self.padding_mode = padding_mode
-        self._pads = tuple(((k - 1) // 2, k // 2) for k in taps)
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Take one step."""
-        weight = self._current_weight()
-        hidden = self.activation(convolve(input, weight, self.bias, self._pads, self.padding_mode))
-        return input - 2 * convolve(hidden, adjoint(weight), None, flipped(self._pads), self.padding_mode)
-
-    def as_torch(self) -> nn.Module:
-        """The sum of the input and two plain ``nn.Conv*d`` with the activation between them."""
-        weight, mode, training = self.weight.detach(), self.padding_mode, self.training
-        step = nn.Sequential(
-            plain_convolution(weight, self.bias, self._pads, mode, training),
-            copy.deepcopy(self.activation),
-            plain_convolution(-2 * adjoint(weight), None, flipped(self._pads), mode, training),
-        )
-        return Sum(nn.Identity(), step).train(self.training)
-
-    def extra_repr(self) -> str:
-        """Channels, kernel and padding."""
-        return f"{super().extra_repr()}, padding_mode={self.padding_mode}"
+        self.channels, self.groups, self.padding_mode = channels, groups, padding_mode
+        self.hidden_channels = channels if hidden_channels is None else hidden_channels
+        check_groups(groups, channels=channels, hidden_channels=self.hidden_channels)
+        self.kernel_size = per_axis("kernel_size", kernel_size, self.dims)
+        self.dilation = per_axis("dilation", dilation, self.dims)
+        spans = [d * (k - 1) for k, d in zip(self.kernel_size, self.dilation, strict=True)]
+        pads = tuple((span // 2, span - span // 2) for span in spans)
+        numbers = self.kernel_size, (1,) * self.dims, self.dilation
+        shape = (self.hidden_channels, channels // groups, *self.kernel_size)
+        factory = {"device": device, "dtype": dtype}
+        self._take_step(Application(*numbers, groups, pads, padding_mode), shape, bias, activation, factory, options)

@@ -1,28 +1,27 @@
 """Sandwich layers (Wang and Manchester, 2023): ``√2 Aᵀ Ψ σ(√2 Ψ⁻¹ B x + b)``, 1-Lipschitz as a whole.
 
 ``[A B]`` is a contraction, ``Ψ`` any positive diagonal (see ``trysquare.linalg.sandwich``). With zero padding ``[A B]``
-is restricted, which leaves it a contraction.
+is restricted, which leaves it a contraction. The Jacobian is ``2 AᵀDB`` for slopes ``D``; its transpose belongs to the
+layer with ``A`` and ``B`` exchanged. So a convolution ``B`` with a stride makes a layer that makes maps smaller, and a
+convolution ``A`` with a stride one that makes them larger.
 """
 
 from __future__ import annotations
 
-import copy
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trysquare.geometry import ConvGeometry, per_axis
-from trysquare.layers.activations import with_slopes_in_unit_interval
-from trysquare.layers.base import ParametrizedWeight, factory_of
-from trysquare.layers.conv import Size
-from trysquare.layers.explicit import convolve, flipped, hidden_bias, plain_convolution, plain_linear
-from trysquare.layers.packing import PackedKernels, Shapes, unpack
+from trysquare.geometry import check_groups
+from trysquare.layers.base import factory_of
+from trysquare.layers.block import PackedBlock, ResamplingBlock
+from trysquare.layers.explicit import Application
+from trysquare.layers.packing import PackedKernels, Shapes
 from trysquare.linalg.kernels import adjoint
 from trysquare.linalg.rescaling import positive
 from trysquare.linalg.sandwich import mix, sandwich_pair
-from trysquare.parametrizations import OrthonormalMatrix, orthogonal_kernel
+from trysquare.parametrizations import OrthonormalMatrix
 
 
 class SandwichMatrices(PackedKernels):
@@ -41,55 +40,61 @@ class SandwichMatrices(PackedKernels):
     def build_kernels(self, *tensors: Tensor) -> list[Tensor]:
         """Split, and scale by ``Ψ``."""
         both, free_psi = tensors
-        first, second = sandwich_pair(both[:, : self.outputs], both[:, self.outputs :], positive(free_psi))
+        a, b = both[:, : self.outputs], both[:, self.outputs :]
+        first, second = sandwich_pair(a, b, positive(free_psi).unsqueeze(-1))
         return [first, second.mT]
 
 
 class SandwichKernels(PackedKernels):
-    """``[A B] = M diag(a, b)`` for orthogonal kernels ``a``, ``b`` and an orthonormal matrix ``M``."""
+    """``[A B] = M diag(a, b)`` for orthogonal kernels ``a``, ``b`` and an orthonormal matrix ``M`` for each group.
 
-    def __init__(self, a: Any, b: Any, orthogonalizer: str, **factory: Any) -> None:
-        hidden, outputs, *taps = a.weight_shape
-        matrix = OrthonormalMatrix((hidden, 2 * hidden), orthogonalizer, **factory)
-        super().__init__((a, b, matrix), ((hidden,),), **factory)
-        self._shapes = (tuple(b.weight_shape), (outputs, hidden, *taps))
+    ``b`` is the one with the stride, or, in a transposed layer, ``a``. The second kernel is ``√2 Ψ A``
+    for a transposed convolution, or its adjoint for a plain one.
+    """
+
+    def __init__(
+        self, plain: Any, strided: Any, groups: int, transposed: bool, orthogonalizer: str, **factory: Any
+    ) -> None:
+        hidden = plain.weight_shape[0]
+        matrix = OrthonormalMatrix((groups, hidden // groups, 2 * hidden // groups), orthogonalizer, **factory)
+        super().__init__((plain, strided, matrix), ((hidden,),), **factory)
+        self.groups, self.transposed = groups, transposed
 
     @property
     def kernel_shapes(self) -> Shapes:
         """First and second kernel."""
-        return self._shapes
+        plain, strided = (tuple(part.weight_shape) for part in self.parts[:2])
+        if self.transposed:
+            return plain, strided
+        hidden, outputs, *taps = plain
+        return strided, (outputs * self.groups, hidden // self.groups, *taps)
 
     def build_kernels(self, *tensors: Tensor) -> list[Tensor]:
         """Mix, and scale by ``Ψ``."""
-        a, b, matrix, free_psi = tensors
-        first, second = sandwich_pair(*mix(matrix, a, b), positive(free_psi))
-        return [first, adjoint(second)]
+        plain, strided, matrix, free_psi = tensors
+        psi = positive(free_psi).view(-1, *(1,) * (plain.ndim - 1))
+        plain, strided = mix(matrix, plain, strided)
+        if self.transposed:
+            return list(sandwich_pair(strided, plain, psi))
+        first, second = sandwich_pair(plain, strided, psi)
+        return [first, adjoint(second, self.groups)]
 
 
-class _Sandwich(ParametrizedWeight):
-    """Two packed kernels with an activation between them."""
+class _Sandwich(PackedBlock):
+    """The branch alone."""
 
-    def _finish(self, kernels: PackedKernels, bias: bool, activation: nn.Module | None) -> None:
-        self.activation = with_slopes_in_unit_interval(activation)
-        self.bias = hidden_bias(kernels.kernel_shapes[0][0], bias, factory_of(self.weight))
-        self._kernel_shapes = kernels.kernel_shapes
-        self._parametrize_weight(kernels)
-        self.reset_parameters()
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """First kernel, activation, second kernel.
 
-    @property
-    def kernels(self) -> list[Tensor]:
-        """The kernels before and after the activation."""
-        return unpack(self._current_weight(), self._kernel_shapes)
+        Raises:
+            ValueError: if the padding is circular and the stride does not divide the input of a layer that is not
+                transposed.
+        """
+        return self._branch(input, *self.kernels)
 
-    def reset_parameters(self) -> None:
-        """Draw new free tensors and a new bias (uniform, as torch does)."""
-        self._reset(self._kernel_shapes[0])
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}={size!r} must be a positive integer")
+    def as_torch(self) -> nn.Module:
+        """Two plain layers with the activation between them."""
+        return self._plain_branch(*self.kernels)
 
 
 class SandwichLinear(_Sandwich):
@@ -109,6 +114,8 @@ class SandwichLinear(_Sandwich):
     torch.Size([2, 8])
     """
 
+    _shown = ("in_features", "out_features", "hidden_features", "orthogonalizer")
+
     def __init__(
         self,
         in_features: int,
@@ -123,33 +130,30 @@ class SandwichLinear(_Sandwich):
     ) -> None:
         super().__init__()
         hidden = out_features if hidden_features is None else hidden_features
-        _check_sizes(in_features=in_features, out_features=out_features, hidden_features=hidden)
+        check_groups(1, in_features=in_features, out_features=out_features, hidden_features=hidden)
         self.in_features, self.out_features, self.hidden_features = in_features, out_features, hidden
         self.orthogonalizer = orthogonalizer
-        self.weight = nn.Parameter(torch.empty(0, device=device, dtype=dtype))
-        factory = factory_of(self.weight)
-        self._finish(SandwichMatrices(in_features, out_features, hidden, orthogonalizer, **factory), bias, activation)
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """``(..., in_features)`` to ``(..., out_features)``."""
-        first, second = self.kernels
-        return F.linear(self.activation(F.linear(input, first, self.bias)), second)
-
-    def as_torch(self) -> nn.Module:
-        """Two plain ``nn.Linear`` with the activation between them."""
-        first, second = (kernel.detach() for kernel in self.kernels)
-        before, after = plain_linear(first, self.bias, self.training), plain_linear(second, None, self.training)
-        return nn.Sequential(before, copy.deepcopy(self.activation), after).train(self.training)
-
-    def extra_repr(self) -> str:
-        """Sizes."""
-        return (
-            f"{self.in_features}, {self.out_features}, hidden={self.hidden_features}, bias={self.bias is not None}, "
-            f"activation={self.activation}, orthogonalizer={self.orthogonalizer}"
-        )
+        self._first = self._second = Application()
+        factory = factory_of(torch.empty(0, device=device, dtype=dtype))
+        kernels = SandwichMatrices(in_features, out_features, hidden, orthogonalizer, **factory)
+        self._finish(kernels, (hidden, in_features), bias, activation)
 
 
-class SandwichAOCConv(_Sandwich):
+class _ExplicitSandwich(_Sandwich, ResamplingBlock):
+    """Constructor of both convolutions; the hidden layer is on the coarse side."""
+
+    def _kernels(self, factory: dict[str, Any]) -> SandwichKernels:
+        fine, coarse = ((side, self.hidden_channels) for side in self._sides)
+        strided = self._geometry("the strided kernel", fine, self.kernel_size, strided=True)
+        plain = self._geometry("the plain kernel", coarse, self.kernel_size, strided=False)
+        down = self._application(self.kernel_size, strided.pads("same", self.padding_mode), strided=True)
+        flat = self._application(self.kernel_size, plain.pads("same", self.padding_mode), strided=False)
+        self._first, self._second = (flat, down.adjoint()) if self.transposed else (down, flat.flipped())
+        parts = self._orthogonal(plain, factory), self._orthogonal(strided, factory)
+        return SandwichKernels(*parts, self.groups, self.transposed, self.orthogonalizer, **factory)
+
+
+class SandwichAOCConv(_ExplicitSandwich):
     """Sandwich layer with explicit orthogonal kernels and stride: two plain convolutions. 1-Lipschitz.
 
     The first convolution maps to ``hidden_channels`` with the stride, the second, of the same size
@@ -162,6 +166,8 @@ class SandwichAOCConv(_Sandwich):
         out_channels: channels of the output.
         kernel_size: size of both kernels.
         stride: stride; must divide the input if the padding is circular.
+        dilation: spacing of the taps of both kernels.
+        groups: number of independent groups of channels.
         bias: whether the hidden layer has a learnable bias.
         padding_mode: ``"circular"`` or ``"zeros"``.
         device: device of the parameters.
@@ -178,67 +184,6 @@ class SandwichAOCConv(_Sandwich):
     torch.Size([1, 16, 3, 3])
     """
 
-    dims: ClassVar[int] = 2
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Size,
-        stride: Size = 1,
-        bias: bool = True,
-        padding_mode: str = "circular",
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        hidden_channels: int | None = None,
-        activation: nn.Module | None = None,
-        method: str = "aoc",
-        orthogonalizer: str = "cholesky",
-    ) -> None:
-        super().__init__()
-        self.in_channels, self.out_channels, self.padding_mode = in_channels, out_channels, padding_mode
-        self.hidden_channels = out_channels if hidden_channels is None else hidden_channels
-        self.kernel_size = per_axis("kernel_size", kernel_size, self.dims)
-        self.stride = per_axis("stride", stride, self.dims)
-        self.method, self.orthogonalizer = method, orthogonalizer
-        one = (1,) * self.dims
-        before = ConvGeometry(in_channels, self.hidden_channels, self.kernel_size, self.stride, one)
-        after = ConvGeometry(out_channels, self.hidden_channels, self.kernel_size, one, one)
-        self._pads = before.pads("same", padding_mode), flipped(after.pads("same", padding_mode))
-        self.weight = nn.Parameter(torch.empty(0, device=device, dtype=dtype))
-        factory = factory_of(self.weight)
-        a, b = (orthogonal_kernel(method, geometry, orthogonalizer, **factory) for geometry in (after, before))
-        self._finish(SandwichKernels(a, b, orthogonalizer, **factory), bias, activation)
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Convolve, activate, convolve.
-
-        Raises:
-            ValueError: if the padding is circular and the stride does not divide the input.
-        """
-        first, second = self.kernels
-        hidden = convolve(input, first, self.bias, self._pads[0], self.padding_mode, self.stride)
-        return convolve(self.activation(hidden), second, None, self._pads[1], self.padding_mode)
-
-    def as_torch(self) -> nn.Module:
-        """Two plain ``nn.Conv*d`` with the activation between them."""
-        first, second = (kernel.detach() for kernel in self.kernels)
-        mode, training = self.padding_mode, self.training
-        return nn.Sequential(
-            plain_convolution(first, self.bias, self._pads[0], mode, training, self.stride),
-            copy.deepcopy(self.activation),
-            plain_convolution(second, None, self._pads[1], mode, training),
-        ).train(training)
-
-    def extra_repr(self) -> str:
-        """Numbers of the layer."""
-        return (
-            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
-            f"hidden={self.hidden_channels}, bias={self.bias is not None}, activation={self.activation}, "
-            f"padding_mode={self.padding_mode}, method={self.method}"
-        )
-
 
 class SandwichAOCConv1d(SandwichAOCConv):
     """The layer in one dimension; see ``SandwichAOCConv``."""
@@ -254,5 +199,42 @@ class SandwichAOCConv2d(SandwichAOCConv):
 
 class SandwichAOCConv3d(SandwichAOCConv):
     """The layer in three dimensions; see ``SandwichAOCConv``."""
+
+    dims = 3
+
+
+class SandwichAOCConvTranspose(_ExplicitSandwich):
+    """Sandwich layer with explicit orthogonal kernels that makes maps larger. 1-Lipschitz.
+
+    Its Jacobians are transposes of those of a ``SandwichAOCConv`` from ``out_channels`` to
+    ``in_channels``: a plain convolution to ``hidden_channels``, then a transposed one with the
+    stride. The output has ``stride`` times the size of the input; with zero padding what falls past
+    its border is cut off. Two dimensions; ``SandwichAOCConvTranspose1d`` and ``3d`` have one and
+    three.
+
+    Arguments are those of ``SandwichAOCConv``, with ``in_channels`` for ``hidden_channels`` if not
+    given.
+
+    >>> SandwichAOCConvTranspose2d(16, 8, 3, stride=2)(torch.randn(1, 16, 3, 3)).shape
+    torch.Size([1, 8, 6, 6])
+    """
+
+    transposed = True
+
+
+class SandwichAOCConvTranspose1d(SandwichAOCConvTranspose):
+    """The layer in one dimension; see ``SandwichAOCConvTranspose``."""
+
+    dims = 1
+
+
+class SandwichAOCConvTranspose2d(SandwichAOCConvTranspose):
+    """The layer in two dimensions; see ``SandwichAOCConvTranspose``."""
+
+    dims = 2
+
+
+class SandwichAOCConvTranspose3d(SandwichAOCConvTranspose):
+    """The layer in three dimensions; see ``SandwichAOCConvTranspose``."""
 
     dims = 3

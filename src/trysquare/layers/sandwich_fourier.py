@@ -9,15 +9,16 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from trysquare.geometry import per_axis
+from trysquare.geometry import Sizes, check_groups, per_axis
 from trysquare.layers.activations import with_slopes_in_unit_interval
 from trysquare.layers.base import keeping_precision
 from trysquare.layers.conv import Size
-from trysquare.layers.explicit import hidden_bias
-from trysquare.layers.pooling import space_to_depth
+from trysquare.layers.pooling import depth_to_space, space_to_depth
+from trysquare.linalg.fourier import apply_response, free_response
+from trysquare.linalg.orthogonalize import cayley_rows
 from trysquare.linalg.precision import at_least_float32, full_precision
 from trysquare.linalg.rescaling import positive
-from trysquare.linalg.sandwich import frequency_pair, sandwich_pair
+from trysquare.linalg.sandwich import sandwich_pair
 from trysquare.parametrizations.upkeep import WeightCache
 
 
@@ -25,25 +26,49 @@ class FrequencyResponse(nn.Module):
     """Free kernel to ``√2 Ψ⁻¹ B`` and ``√2 Ψ A`` at each frequency of a domain, kept in eval until something changes.
 
     Free tensors stay in float32 or float64 when the layer is cast to a shorter dtype.
+
+    Args:
+        shape: groups, hidden channels of a group, and channels of a group on the side with the stride, all of its
+            positions; on the other side there are as many as hidden ones.
+        kernel_size: size of the free kernel.
+        dilation: spacing of its taps.
+        transposed: whether ``A`` has the stride; otherwise ``B``.
+        device: device of the parameters.
+        dtype: dtype of the layer.
     """
 
-    def __init__(self, inputs: int, outputs: int, kernel_size: tuple[int, ...], device: Any, dtype: Any) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        kernel_size: Sizes,
+        dilation: Sizes,
+        transposed: bool,
+        device: Any,
+        dtype: Any,
+    ) -> None:
         super().__init__()
-        self.outputs = outputs
+        groups, self.hidden, strided = shape
+        self.dilation, self.transposed = dilation, transposed
         precise = at_least_float32(torch.get_default_dtype() if dtype is None else dtype)
-        self.free = nn.Parameter(torch.empty(outputs + inputs, outputs, *kernel_size, device=device, dtype=precise))
-        self.free_psi = nn.Parameter(torch.empty(outputs, device=device, dtype=precise))
+        free = (groups, self.hidden, self.hidden + strided, *kernel_size)
+        self.free = nn.Parameter(torch.empty(free, device=device, dtype=precise))
+        self.free_psi = nn.Parameter(torch.empty(groups, self.hidden, device=device, dtype=precise))
         self._cache = WeightCache()
-        self._sizes: tuple[int, ...] = ()
+        self._sizes: Sizes = ()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """A normal kernel whose frequency response has entries of size ``1 / sqrt(rows)``, and ``Ψ = I``."""
-        nn.init.normal_(self.free, std=(self.free.shape[0] * prod(self.free.shape[2:])) ** -0.5)
+        """A normal kernel whose frequency response has entries of size ``1 / sqrt(columns)``, and ``Ψ = I``."""
+        nn.init.normal_(self.free, std=prod(self.free.shape[2:]) ** -0.5)
         nn.init.zeros_(self.free_psi)
 
-    def forward(self, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """``(frequencies, n, m)`` before the activation and ``(frequencies, n, n)``, to be transposed, after it."""
+    @property
+    def psi(self) -> Tensor:
+        """``Ψ``, to be multiplied with blocks ``(..., groups, hidden, m)``."""
+        return positive(self.free_psi).unsqueeze(-1)
+
+    def forward(self, sizes: Sizes) -> tuple[Tensor, Tensor]:
+        """``(*frequencies, groups, hidden, m)`` before the activation and, to be transposed, after it."""
         if self._may_cache():
             if not self._cache.fresh() or self._sizes != sizes:
                 self._cache.store(self._built(sizes), self._parameters)
@@ -52,7 +77,12 @@ class FrequencyResponse(nn.Module):
             both = self._cache.weight
         else:
             both = self._built(sizes)
-        return both[..., self.outputs :], both[..., : self.outputs]
+        return self._ordered(both)
+
+    def _ordered(self, both: Tensor) -> tuple[Tensor, Tensor]:
+        """The halves in the order in which they are applied."""
+        plain, strided = both[..., : self.hidden], both[..., self.hidden :]
+        return (plain, strided) if self.transposed else (strided, plain)
 
     def _may_cache(self) -> bool:
         if self.training or torch.compiler.is_compiling():
@@ -60,11 +90,11 @@ class FrequencyResponse(nn.Module):
         tensors = (self.free, self.free_psi)
         return not any(t.is_inference() or (torch.is_grad_enabled() and t.requires_grad) for t in tensors)
 
-    def _built(self, sizes: tuple[int, ...]) -> Tensor:
+    def _built(self, sizes: Sizes) -> Tensor:
         with full_precision(self.free):
-            a, b = frequency_pair(self.free, sizes, self.outputs)
-            before, after = sandwich_pair(a.transpose(0, 1), b.transpose(0, 1), positive(self.free_psi))
-            return torch.cat((after, before), -1).transpose(0, 1)
+            b, a = self._ordered(cayley_rows(free_response(self.free, sizes, self.dilation)))
+            before, after = sandwich_pair(a, b, self.psi)
+            return torch.cat((before, after) if self.transposed else (after, before), -1)
 
     def train(self, mode: bool = True) -> Self:
         """Switch mode; a switch forgets what is kept."""
@@ -77,7 +107,77 @@ class FrequencyResponse(nn.Module):
         return super()._apply(keeping_precision(fn, self.parameters()), recurse)
 
 
-class SandwichConv(nn.Module):
+class _FourierSandwich(nn.Module):
+    """Constructor and forward pass of both convolutions; the hidden layer is on the coarse side."""
+
+    dims: ClassVar[int] = 2
+    transposed: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        activation: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        check_groups(groups, in_channels=in_channels, out_channels=out_channels)
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.kernel_size = per_axis("kernel_size", kernel_size, self.dims)
+        self.stride = per_axis("stride", stride, self.dims)
+        self.dilation = per_axis("dilation", dilation, self.dims)
+        self.activation = with_slopes_in_unit_interval(activation)
+        fine, coarse = (out_channels, in_channels) if self.transposed else (in_channels, out_channels)
+        shape = (groups, coarse // groups, fine // groups * prod(self.stride))
+        self.response = FrequencyResponse(shape, self.kernel_size, self.dilation, self.transposed, device, dtype)
+        self.bias = nn.Parameter(torch.empty(coarse, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new free tensors and a new bias (uniform, as torch does)."""
+        self.response.reset_parameters()
+        if self.bias is not None:
+            bound = (self.in_channels // self.groups * prod(self.kernel_size)) ** -0.5
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """``(batch, in_channels, *sizes)`` to ``(batch, out_channels, *(sizes / stride))``, or times the stride.
+
+        Raises:
+            ValueError: if a stride that makes maps smaller does not divide the sizes, or the shape is another one.
+        """
+        if input.ndim != self.dims + 2 or input.shape[1] != self.in_channels:
+            raise ValueError(
+                f"input of shape {tuple(input.shape)} must be (batch, {self.in_channels}, and {self.dims} sizes)"
+            )
+        with full_precision(input):
+            x = input.to(self.response.free.dtype)
+            y = self._on_coarse_grid(x if self.transposed else space_to_depth(x, self.stride))
+            return (depth_to_space(y, self.stride) if self.transposed else y).to(input.dtype)
+
+    def _on_coarse_grid(self, x: Tensor) -> Tensor:
+        before, after = self.response(tuple(x.shape[2:]))
+        hidden = apply_response(before, x, self.dims)
+        if self.bias is not None:
+            hidden = hidden + self.bias.to(hidden.dtype).view(-1, *(1,) * self.dims)
+        return apply_response(after.mH, self.activation(hidden), self.dims)
+
+    def extra_repr(self) -> str:
+        """Numbers of the layer."""
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
+            f"dilation={self.dilation}, groups={self.groups}"
+        )
+
+
+class SandwichConv(_FourierSandwich):
     """Sandwich convolution by Fourier and Cayley transforms, on a circular domain of any size. 1-Lipschitz.
 
     ``[A B]`` has orthonormal rows at every frequency. The kernels that do this are as large as the
@@ -90,6 +190,8 @@ class SandwichConv(nn.Module):
         out_channels: channels of the output and of the hidden layer.
         kernel_size: size of the free kernel that is transformed.
         stride: stride, by invertible downsampling; must divide the input.
+        dilation: spacing of the taps of the free kernel, after the downsampling.
+        groups: number of independent groups of channels.
         bias: whether the hidden layer has a learnable bias.
         device: device of the parameters.
         dtype: dtype of the bias; free tensors are kept in float32 or float64.
@@ -98,69 +200,6 @@ class SandwichConv(nn.Module):
     >>> SandwichConv2d(8, 16, 3, stride=2)(torch.randn(1, 8, 6, 6)).shape
     torch.Size([1, 16, 3, 3])
     """
-
-    dims: ClassVar[int] = 2
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Size,
-        stride: Size = 1,
-        bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        activation: nn.Module | None = None,
-    ) -> None:
-        super().__init__()
-        for name, size in (("in_channels", in_channels), ("out_channels", out_channels)):
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}={size!r} must be a positive integer")
-        self.in_channels, self.out_channels = in_channels, out_channels
-        self.kernel_size = per_axis("kernel_size", kernel_size, self.dims)
-        self.stride = per_axis("stride", stride, self.dims)
-        self.activation = with_slopes_in_unit_interval(activation)
-        inputs = in_channels * prod(self.stride)
-        self.response = FrequencyResponse(inputs, out_channels, self.kernel_size, device, dtype)
-        self.bias = hidden_bias(out_channels, bias, {"device": device, "dtype": dtype})
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw new free tensors and a new bias (uniform, as torch does)."""
-        self.response.reset_parameters()
-        if self.bias is not None:
-            bound = (self.in_channels * prod(self.kernel_size)) ** -0.5
-            nn.init.uniform_(self.bias, -bound, bound)
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """``(batch, in_channels, *sizes)`` to ``(batch, out_channels, *(sizes / stride))``.
-
-        Raises:
-            ValueError: if the stride does not divide the sizes, or the shape is another one.
-        """
-        if input.ndim != self.dims + 2 or input.shape[1] != self.in_channels:
-            raise ValueError(
-                f"input of shape {tuple(input.shape)} must be (batch, {self.in_channels}, and {self.dims} sizes)"
-            )
-        with full_precision(input):
-            x = space_to_depth(input.to(self.response.free.dtype), self.stride)
-            before, after = self.response(tuple(x.shape[2:]))
-            hidden = self._filtered(x, before)
-            if self.bias is not None:
-                hidden = hidden + self.bias.to(hidden.dtype).view(-1, *(1,) * self.dims)
-            return self._filtered(self.activation(hidden), after.mH).to(input.dtype)
-
-    def _filtered(self, x: Tensor, response: Tensor) -> Tensor:
-        """Multiply by a matrix at each frequency."""
-        axes = tuple(range(2, x.ndim))
-        spectrum = torch.fft.rfftn(x, dim=axes)
-        mixed = torch.matmul(response, spectrum.flatten(2).permute(2, 1, 0)).permute(2, 1, 0)
-        return torch.fft.irfftn(mixed.unflatten(2, spectrum.shape[2:]), s=x.shape[2:], dim=axes)
-
-    def extra_repr(self) -> str:
-        """Numbers of the layer."""
-        return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
 
 
 class SandwichConv1d(SandwichConv):
@@ -177,5 +216,39 @@ class SandwichConv2d(SandwichConv):
 
 class SandwichConv3d(SandwichConv):
     """The layer in three dimensions; see ``SandwichConv``."""
+
+    dims = 3
+
+
+class SandwichConvTranspose(_FourierSandwich):
+    """Sandwich convolution by Fourier and Cayley transforms that makes maps larger. 1-Lipschitz.
+
+    Its Jacobians are transposes of those of a ``SandwichConv`` from ``out_channels`` to
+    ``in_channels``; the stride is an invertible upsampling at the end. Two dimensions;
+    ``SandwichConvTranspose1d`` and ``3d`` have one and three.
+
+    Arguments are those of ``SandwichConv``; the hidden layer has ``in_channels``.
+
+    >>> SandwichConvTranspose2d(16, 8, 3, stride=2)(torch.randn(1, 16, 3, 3)).shape
+    torch.Size([1, 8, 6, 6])
+    """
+
+    transposed = True
+
+
+class SandwichConvTranspose1d(SandwichConvTranspose):
+    """The layer in one dimension; see ``SandwichConvTranspose``."""
+
+    dims = 1
+
+
+class SandwichConvTranspose2d(SandwichConvTranspose):
+    """The layer in two dimensions; see ``SandwichConvTranspose``."""
+
+    dims = 2
+
+
+class SandwichConvTranspose3d(SandwichConvTranspose):
+    """The layer in three dimensions; see ``SandwichConvTranspose``."""
 
     dims = 3

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from trysquare.layers.potential import Contraction, PotentialConv, PotentialLinear
-from trysquare.linalg.rescaling import contract_rows, gram, positive, positive_inverse
+from trysquare.linalg.rescaling import channel_sums, contract_rows, gram, positive, positive_inverse
 
 
 class RowContraction(Contraction):
@@ -25,8 +23,8 @@ class RowContraction(Contraction):
 
     def build(self, *free: Tensor) -> Tensor:
         """Rescale the hidden channels."""
-        kernel, free_q = free
-        return contract_rows(kernel, positive(free_q))
+        kernel, q = (self._by_group(tensor) for tensor in free)
+        return contract_rows(kernel, positive(q), dims=self.dims).flatten(0, 1)
 
     def solve(self, weight: Tensor) -> list[Tensor]:
         """The weight itself, with the weights ``q`` that leave it as it is.
@@ -34,11 +32,11 @@ class RowContraction(Contraction):
         For a kernel that ``contract_rows`` made, the row sums of ``|K Kᵀ|`` have Perron eigenvalue 1
         (its eigenvector is ``T^(1/2) q``), and with the eigenvector for ``q`` they are all 1.
         """
-        sums = gram(weight).abs().flatten(2).sum(-1) if weight.ndim > 2 else gram(weight).abs()
-        perron = torch.linalg.eigh(sums).eigenvectors[:, -1].abs()
+        sums = channel_sums(gram(self._by_group(weight), dims=self.dims), dims=self.dims)
+        perron = torch.linalg.eigh(sums).eigenvectors[..., -1].abs().clamp_min(1e-30)
         # Only ratios matter: the middle of their range goes to 1, the middle of what ``positive`` reaches.
-        perron = perron.clamp_min(1e-30)
-        return [weight, positive_inverse(perron / (perron.amax() * perron.amin()).sqrt())]
+        middle = (perron.amax(-1, keepdim=True) * perron.amin(-1, keepdim=True)).sqrt()
+        return [weight, positive_inverse(perron / middle).flatten()]
 
     def extra_repr(self) -> str:
         """Shape."""
@@ -63,8 +61,7 @@ class SLLLinear(PotentialLinear):
     torch.Size([2, 16])
     """
 
-    def _contraction(self, shape: tuple[int, ...], **options: Any) -> Contraction:
-        return RowContraction(shape, **options)
+    contraction = RowContraction
 
 
 class SLLBlock(PotentialConv):
@@ -79,6 +76,8 @@ class SLLBlock(PotentialConv):
         channels: channels of input and output.
         hidden_channels: channels of ``K x``; ``channels`` if not given.
         kernel_size: size of the kernel.
+        dilation: spacing of the taps.
+        groups: number of independent groups of channels.
         bias: whether there is a learnable ``b``.
         padding_mode: ``"circular"`` or ``"zeros"``.
         device: device of the parameters.
@@ -89,8 +88,7 @@ class SLLBlock(PotentialConv):
     torch.Size([1, 8, 6, 6])
     """
 
-    def _contraction(self, shape: tuple[int, ...], **options: Any) -> Contraction:
-        return RowContraction(shape, **options)
+    contraction = RowContraction
 
 
 class SLLBlock1d(SLLBlock):

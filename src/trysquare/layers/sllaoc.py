@@ -7,62 +7,135 @@
 so that it runs as a residual block with two convolutions in one branch and a strided one in the other. With 2x2
 kernels all three are 3x3.
 
+The Jacobian is ``post (I - 2 KᵀDK) pre`` for slopes ``D``. Its transpose belongs to ``preᵀ ∘ SLL ∘ postᵀ``, a block
+that makes maps larger:
+
+    y = (post ∘ pre)ᵀ x - 2 (K ∘ pre)ᵀ σ((post ∘ Kᵀ)ᵀ x + b)
+
+with the same fused kernels, the strided ones as transposed convolutions.
+
 With zero padding the hidden map is cut off at the border. That is an activation of slope 0 outside, so the block stays
 1-Lipschitz although the three padded layers, one after the other, would compute something else near the border.
 """
 
 from __future__ import annotations
 
-import copy
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from trysquare.geometry import ConvGeometry, Pads, per_axis
-from trysquare.layers.activations import with_slopes_in_unit_interval
-from trysquare.layers.base import ParametrizedWeight, factory_of
-from trysquare.layers.conv import Size
-from trysquare.layers.explicit import Sum, check_padding_mode, convolve, hidden_bias, plain_convolution
-from trysquare.layers.packing import PackedKernels, Shapes, unpack
+from trysquare.geometry import Pads, Sizes, check_groups
+from trysquare.layers.block import ResamplingBlock, Sum
+from trysquare.layers.packing import PackedKernels, Shapes
 from trysquare.layers.sll import RowContraction
 from trysquare.linalg.kernels import adjoint, compose
-from trysquare.parametrizations import orthogonal_kernel
 
 
-def _halves(kernel_size: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _halves(kernel_size: Sizes) -> tuple[Sizes, Sizes]:
     """Sizes of ``K`` and of ``pre`` and ``post``, whose compositions have ``kernel_size`` taps."""
     inner = tuple(k // 2 + 1 for k in kernel_size)
     return inner, tuple(k + 1 - i for k, i in zip(kernel_size, inner, strict=True))
 
 
 class FusedKernels(PackedKernels):
-    """``post ∘ pre``, ``K ∘ pre`` and ``-2 post ∘ Kᵀ`` from the free tensors of ``pre``, ``post`` and ``K``."""
+    """Fused kernels from the free tensors of ``pre``, ``post`` and ``K``: shortcut, first and second of the branch.
 
-    def __init__(self, pre: Any, post: Any, inner: RowContraction, **factory: Any) -> None:
+    They are ``post ∘ pre``, ``K ∘ pre`` and ``-2 post ∘ Kᵀ``, or those of the transposed block:
+    ``post ∘ pre`` and ``post ∘ Kᵀ`` for transposed convolutions, and ``-2 (K ∘ pre)ᵀ``.
+    """
+
+    def __init__(self, pre: Any, post: Any, inner: RowContraction, transposed: bool, **factory: Any) -> None:
         super().__init__((pre, post, inner), **factory)
+        self.groups, self.transposed = inner.groups, transposed
         (_, inputs, *outer), (hidden, _, *middle) = pre.weight_shape, inner.weight_shape
-        self.outputs = post.weight_shape[0]
-        self.inputs, self.hidden = inputs, hidden
-        self._shortcut = tuple(2 * size - 1 for size in outer)
-        self._branch = tuple(a + b - 1 for a, b in zip(middle, outer, strict=True))
+        outputs = post.weight_shape[0]
+        shortcut = tuple(2 * size - 1 for size in outer)
+        branch = tuple(a + b - 1 for a, b in zip(middle, outer, strict=True))
+        hidden_of_group = hidden // self.groups
+        first = (outputs, hidden_of_group) if transposed else (hidden, inputs)
+        second = (inputs * self.groups, hidden_of_group) if transposed else (outputs, hidden_of_group)
+        self._shapes = (outputs, inputs, *shortcut), (*first, *branch), (*second, *branch)
 
     @property
     def kernel_shapes(self) -> Shapes:
         """Shortcut, first and second convolution of the branch."""
-        return (
-            (self.outputs, self.inputs, *self._shortcut),
-            (self.hidden, self.inputs, *self._branch),
-            (self.outputs, self.hidden, *self._branch),
-        )
+        return self._shapes
 
     def build_kernels(self, *tensors: Tensor) -> list[Tensor]:
         """Multiply out."""
         pre, post, inner = tensors
-        return [compose(post, pre), compose(inner, pre), -2 * compose(post, adjoint(inner))]
+        fine = compose(inner, pre, self.groups)
+        strided = compose(post, adjoint(inner, self.groups), self.groups)
+        branch = [strided, -2 * adjoint(fine, self.groups)] if self.transposed else [fine, -2 * strided]
+        return [compose(post, pre, self.groups), *branch]
 
 
-class SLLAOCBlock(ParametrizedWeight):
+class _FusedBlock(ResamplingBlock):
+    """Constructor and forward pass of both blocks; ``pre`` and ``K`` act on the fine side."""
+
+    _shown = (*ResamplingBlock._shown, "mid_channels")
+
+    def _kernels(self, factory: dict[str, Any], mid_channels: int | None = None) -> FusedKernels:
+        fine, coarse = self._sides
+        self.mid_channels = fine if mid_channels is None else mid_channels
+        check_groups(self.groups, mid_channels=self.mid_channels)
+        inner, outer = _halves(self.kernel_size)
+        shape = (self.hidden_channels, self.mid_channels // self.groups, *inner)
+        kernels = FusedKernels(
+            self._orthogonal(self._geometry("pre", (fine, self.mid_channels), outer, strided=False), factory),
+            self._orthogonal(self._geometry("post", (self.mid_channels, coarse), outer, strided=True), factory),
+            RowContraction(shape, self.groups, **factory),
+            self.transposed,
+            **factory,
+        )
+        self._apply_with(*self._paddings(inner, outer), kernels.kernel_shapes)
+        return kernels
+
+    def _apply_with(self, shortcut: Pads, fine: Pads, strided: Pads, shapes: Shapes) -> None:
+        """Set how the kernels are applied, from the padding of ``post ∘ pre``, ``K ∘ pre`` and ``post ∘ Kᵀ``."""
+        around, branch = shapes[0][2:], shapes[1][2:]
+        self._shortcut = self._application(around, shortcut, strided=True)
+        self._first = self._application(branch, fine, strided=False)
+        self._second = self._application(branch, strided, strided=True)
+        if self.transposed:
+            self._shortcut = self._shortcut.adjoint()
+            self._first, self._second = self._second.adjoint(), self._first.flipped()
+
+    def _paddings(self, inner: Sizes, outer: Sizes) -> tuple[Pads, Pads, Pads]:
+        """Padding of ``post ∘ pre``, ``K ∘ pre`` and ``post ∘ Kᵀ``.
+
+        The fused ones agree with the three single ones if every padding is the sum of those of its
+        parts, and that of ``Kᵀ`` is that of ``K`` flipped.
+        """
+
+        def axis(inner: int, outer: int, dilation: int) -> tuple[tuple[int, int], ...]:
+            pre, middle, post = (outer - 1) // 2, inner // 2, outer // 2
+            lefts = (pre + post, pre + middle, post + inner - 1 - middle)
+            totals = (2 * outer - 2, inner + outer - 2, inner + outer - 2)
+            sides = ((left, total - left) for left, total in zip(lefts, totals, strict=True))
+            return tuple((dilation * left, dilation * right) for left, right in sides)
+
+        shortcut, fine, strided = zip(*map(axis, inner, outer, self.dilation), strict=True)
+        return shortcut, fine, strided
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Shortcut plus branch.
+
+        Raises:
+            ValueError: if the padding is circular and the stride does not divide the input of a block that is not
+                transposed.
+        """
+        shortcut, first, second = self.kernels
+        return self._shortcut(input, shortcut) + self._branch(input, first, second)
+
+    def as_torch(self) -> nn.Module:
+        """The sum of a plain convolution, and two with the activation between them."""
+        shortcut, first, second = self.kernels
+        around = self._shortcut.plain(shortcut.detach(), None, self.training)
+        return Sum(around, self._plain_branch(first, second)).train(self.training)
+
+
+class SLLAOCBlock(_FusedBlock):
     """Residual block that changes resolution and channels, 1-Lipschitz: ``post ∘ SLL ∘ pre``, fused.
 
     Two convolutions of ``kernel_size`` in the branch, the second with the stride; one strided
@@ -73,6 +146,8 @@ class SLLAOCBlock(ParametrizedWeight):
         out_channels: channels of the output.
         kernel_size: size of the kernels of the branch.
         stride: stride; must divide the input if the padding is circular.
+        dilation: spacing of the taps of all kernels.
+        groups: number of independent groups of channels.
         bias: whether the hidden layer has a learnable bias.
         padding_mode: ``"circular"`` or ``"zeros"``.
         device: device of the parameters.
@@ -92,112 +167,6 @@ class SLLAOCBlock(ParametrizedWeight):
     torch.Size([1, 16, 3, 3])
     """
 
-    dims: ClassVar[int] = 2
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Size = 3,
-        stride: Size = 1,
-        bias: bool = True,
-        padding_mode: str = "circular",
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        hidden_channels: int | None = None,
-        mid_channels: int | None = None,
-        activation: nn.Module | None = None,
-        method: str = "aoc",
-        orthogonalizer: str = "cholesky",
-    ) -> None:
-        super().__init__()
-        check_padding_mode(padding_mode)
-        self.in_channels, self.out_channels, self.padding_mode = in_channels, out_channels, padding_mode
-        self.kernel_size = per_axis("kernel_size", kernel_size, self.dims)
-        self.stride = per_axis("stride", stride, self.dims)
-        self.hidden_channels = out_channels if hidden_channels is None else hidden_channels
-        self.mid_channels = in_channels if mid_channels is None else mid_channels
-        self.method, self.orthogonalizer = method, orthogonalizer
-        self.activation = with_slopes_in_unit_interval(activation)
-        self._pads = self._paddings()
-        self.weight = nn.Parameter(torch.empty(0, device=device, dtype=dtype))
-        self.bias = hidden_bias(self.hidden_channels, bias, factory_of(self.weight))
-        kernels = self._fused_kernels()
-        self._kernel_shapes = kernels.kernel_shapes
-        self._parametrize_weight(kernels)
-        self.reset_parameters()
-
-    def _fused_kernels(self) -> FusedKernels:
-        inner, outer = _halves(self.kernel_size)
-        one = (1,) * self.dims
-        pre = ConvGeometry(self.in_channels, self.mid_channels, outer, one, one)
-        post = ConvGeometry(self.mid_channels, self.out_channels, outer, self.stride, one)
-        factory = factory_of(self.weight)
-        return FusedKernels(
-            orthogonal_kernel(self.method, pre, self.orthogonalizer, **factory),
-            orthogonal_kernel(self.method, post, self.orthogonalizer, **factory),
-            RowContraction((self.hidden_channels, self.mid_channels, *inner), **factory),
-            **factory,
-        )
-
-    def _paddings(self) -> tuple[Pads, Pads, Pads]:
-        """Padding of the three convolutions.
-
-        The fused ones agree with the three single ones if every padding is the sum of those of its
-        parts, and that of ``Kᵀ`` is that of ``K`` flipped.
-        """
-
-        def axis(inner: int, outer: int) -> tuple[tuple[int, int], ...]:
-            pre, middle, post = (outer - 1) // 2, inner // 2, outer // 2
-            lefts = (pre + post, pre + middle, post + inner - 1 - middle)
-            totals = (2 * outer - 2, inner + outer - 2, inner + outer - 2)
-            return tuple((left, total - left) for left, total in zip(lefts, totals, strict=True))
-
-        per_conv = zip(*map(axis, *_halves(self.kernel_size)), strict=True)
-        shortcut, first, second = (tuple(pads) for pads in per_conv)
-        return shortcut, first, second
-
-    @property
-    def kernels(self) -> list[Tensor]:
-        """Kernels of the shortcut, and of the first and second convolution of the branch."""
-        return unpack(self._current_weight(), self._kernel_shapes)
-
-    def reset_parameters(self) -> None:
-        """Draw new free tensors and a new bias (uniform, as torch does)."""
-        self._reset(self._kernel_shapes[1])
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Shortcut plus branch.
-
-        Raises:
-            ValueError: if the padding is circular and the stride does not divide the input.
-        """
-        shortcut, first, second = self.kernels
-        mode, stride = self.padding_mode, self.stride
-        outer = convolve(input, shortcut, None, self._pads[0], mode, stride)
-        hidden = self.activation(convolve(input, first, self.bias, self._pads[1], mode))
-        return outer + convolve(hidden, second, None, self._pads[2], mode, stride)
-
-    def as_torch(self) -> nn.Module:
-        """The sum of a plain convolution, and two with the activation between them."""
-        shortcut, first, second = (kernel.detach() for kernel in self.kernels)
-        mode, training, stride = self.padding_mode, self.training, self.stride
-        branch = nn.Sequential(
-            plain_convolution(first, self.bias, self._pads[1], mode, training),
-            copy.deepcopy(self.activation),
-            plain_convolution(second, None, self._pads[2], mode, training, stride),
-        )
-        return Sum(plain_convolution(shortcut, None, self._pads[0], mode, training, stride), branch).train(training)
-
-    def extra_repr(self) -> str:
-        """Numbers of the block."""
-        return (
-            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
-            f"hidden={self.hidden_channels}, mid={self.mid_channels}, bias={self.bias is not None}, "
-            f"activation={self.activation}, padding_mode={self.padding_mode}, method={self.method}"
-        )
-
 
 class SLLAOCBlock1d(SLLAOCBlock):
     """The block in one dimension; see ``SLLAOCBlock``."""
@@ -213,5 +182,42 @@ class SLLAOCBlock2d(SLLAOCBlock):
 
 class SLLAOCBlock3d(SLLAOCBlock):
     """The block in three dimensions; see ``SLLAOCBlock``."""
+
+    dims = 3
+
+
+class SLLAOCBlockTranspose(_FusedBlock):
+    """Residual block that makes maps larger, 1-Lipschitz: ``preᵀ ∘ SLL ∘ postᵀ``, fused.
+
+    Its Jacobians are transposes of those of an ``SLLAOCBlock`` from ``out_channels`` to
+    ``in_channels``. Shortcut and first convolution of the branch are transposed convolutions with
+    the stride, the second is a plain one. The output has ``stride`` times the size of the input;
+    with zero padding what falls past its border is cut off. Two dimensions;
+    ``SLLAOCBlockTranspose1d`` and ``3d`` have one and three.
+
+    Arguments are those of ``SLLAOCBlock``, with ``in_channels`` for ``hidden_channels`` and
+    ``out_channels`` for ``mid_channels`` if not given: the SLL block acts on the larger map.
+
+    >>> SLLAOCBlockTranspose2d(16, 8, stride=2)(torch.randn(1, 16, 3, 3)).shape
+    torch.Size([1, 8, 6, 6])
+    """
+
+    transposed = True
+
+
+class SLLAOCBlockTranspose1d(SLLAOCBlockTranspose):
+    """The block in one dimension; see ``SLLAOCBlockTranspose``."""
+
+    dims = 1
+
+
+class SLLAOCBlockTranspose2d(SLLAOCBlockTranspose):
+    """The block in two dimensions; see ``SLLAOCBlockTranspose``."""
+
+    dims = 2
+
+
+class SLLAOCBlockTranspose3d(SLLAOCBlockTranspose):
+    """The block in three dimensions; see ``SLLAOCBlockTranspose``."""
 
     dims = 3

@@ -1,6 +1,7 @@
 """Pure functions on tensors: kernels, projectors, orthonormal matrices and spectra."""
 
 from trysquare.linalg.kernels import adjoint, compose, identity
+from trysquare.linalg.norms import norm_bound
 from trysquare.linalg.orthogonalize import (
     ORTHOGONALIZERS,
     bjorck,
@@ -13,15 +14,14 @@ from trysquare.linalg.orthogonalize import (
 )
 from trysquare.linalg.orthonormal import orthonormal_rows, recondition
 from trysquare.linalg.projectors import grow
-from trysquare.linalg.rescaling import contract_rows, norm_bound, unit_rows
-from trysquare.linalg.sandwich import cayley_pair, sandwich_pair
+from trysquare.linalg.rescaling import contract_rows, unit_rows
+from trysquare.linalg.sandwich import sandwich_pair
 
 __all__ = [
     "ORTHOGONALIZERS",
     "adjoint",
     "bjorck",
     "cayley",
-    "cayley_pair",
     "cholesky",
     "compose",
     "contract_rows",

@@ -74,10 +74,14 @@ def _blocks(placed: Tensor, dims: int, half: bool) -> Tensor:
     return transform.conj().resolve_conj().movedim(tuple(range(3, 3 + dims)), tuple(range(dims)))
 
 
+def free_response(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
+    """Blocks ``(*frequencies, g, n, m)`` of a free kernel ``(g, n, m, *k)`` at the frequencies that ``rfftn`` keeps."""
+    return _blocks(place_taps(kernel, sizes, dilation), len(sizes), half=True)
+
+
 def _directly(orthogonalize: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Sizes, Sizes], Tensor]:
     def response(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
-        free = _blocks(place_taps(kernel, sizes, dilation), len(sizes), half=True)
-        return as_complex(orthogonalize(as_real(free)))
+        return as_complex(orthogonalize(as_real(free_response(kernel, sizes, dilation))))
 
     return response
 

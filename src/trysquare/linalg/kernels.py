@@ -120,23 +120,27 @@ def _shift(position: tuple[int, ...], sizes: list[int]) -> list[int]:
     return [pad for start, taps in axes for pad in (start, taps - 1 - start)]
 
 
-def adjoint(kernel: Tensor, groups: int = 1) -> Tensor:
+def adjoint(kernel: Tensor, groups: int = 1, *, dims: int | None = None) -> Tensor:
     """Kernel of the transposed convolution (stride 1): channels swapped within each group, taps reversed.
 
     Args:
-        kernel: ``(c_out, c_in / groups, *k)``.
+        kernel: ``(*batch, c_out, c_in / groups, *k)``.
         groups: number of groups.
+        dims: number of kernel axes; all but the first two axes unless given, so give it if there is
+            a batch.
 
     Returns:
-        ``(c_in, c_out / groups, *k)``.
+        ``(*batch, c_in, c_out / groups, *k)``.
 
     >>> adjoint(torch.ones(8, 3, 5)).shape
     torch.Size([3, 8, 5])
     """
-    if groups < 1 or kernel.shape[0] % groups:
-        raise ValueError(f"{kernel.shape[0]} output channels cannot be split into groups={groups}")
-    swapped = kernel.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
-    return swapped.flip(tuple(range(2, kernel.ndim)))
+    dims = kernel.ndim - 2 if dims is None else dims
+    outputs = kernel.ndim - dims - 2
+    if groups < 1 or kernel.shape[outputs] % groups:
+        raise ValueError(f"{kernel.shape[outputs]} output channels cannot be split into groups={groups}")
+    swapped = kernel.unflatten(outputs, (groups, -1)).transpose(outputs + 1, outputs + 2).flatten(outputs, outputs + 1)
+    return swapped.flip(tuple(range(outputs + 2, kernel.ndim)))
 
 
 def identity(channels: int, dims: int, like: Tensor) -> Tensor:
@@ -163,13 +167,3 @@ def exponential_kernel(skew: Tensor, terms: int, *, dims: int) -> Tensor:
         pads = [amount for size in reversed(middle) for amount in (size, size)]
         power = power + F.pad(one, pads)
     return power
-
-
-def wrap_taps(kernel: Tensor, sizes: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
-    """Place the taps of ``(n, m, *k)`` on a periodic domain of ``sizes``; those on the same position add up."""
-    for axis, (size, d) in enumerate(zip(sizes, dilation, strict=True), start=2):
-        position = torch.arange(kernel.shape[axis], device=kernel.device) * d % size
-        shape = list(kernel.shape)
-        shape[axis] = size
-        kernel = kernel.new_zeros(shape).index_add(axis, position, kernel)
-    return kernel

@@ -77,7 +77,7 @@ def _checked(basis: Tensor, name: str, domain: str) -> Tensor:
 
 def _polished(basis: Tensor) -> Tensor:
     """One Newton-Schulz step: squares what rounding left of the distance to an orthonormal matrix."""
-    return 1.5 * basis - 0.5 * torch.matmul(torch.matmul(basis, basis.mT), basis)
+    return 1.5 * basis - 0.5 * torch.matmul(torch.matmul(basis, basis.mH), basis)
 
 
 _ENTRIES = "its domain is free matrices with entries up to about 10 (float32) or 1e4 (float64)"
@@ -167,16 +167,23 @@ def newton_schulz(matrix: Tensor) -> Tensor:
     return _checked(basis, "newton_schulz", _CONDITION)
 
 
-@on_rows
-def cayley(matrix: Tensor) -> Tensor:
-    """Cayley transform of ``U - Uᵀ + VᵀV`` for the blocks ``[U, V]ᵀ`` of the tall matrix."""
+def cayley_rows(matrix: Tensor) -> Tensor:
+    """Cayley transform of ``U - Uᴴ + VᴴV`` for the blocks ``[U, V]ᴴ`` of wide matrices, real or complex.
+
+    The rows are orthonormal up to rounding, which grows with the square of the entries.
+    """
     n = matrix.shape[-2]
-    upper, lower = matrix[..., :n].mT, matrix[..., n:].mT
-    skew = upper - upper.mT + torch.matmul(lower.mT, lower)
+    upper, lower = matrix[..., :n].mH, matrix[..., n:].mH
+    skew = upper - upper.mH + torch.matmul(lower.mH, lower)
     eye = torch.eye(n, dtype=matrix.dtype, device=matrix.device)
     both = torch.cat([eye - skew, -2 * lower], dim=-2)
-    basis = torch.linalg.solve_ex(eye + skew, both, left=False).result.mT
-    return _checked(_polished(basis), "cayley", _ENTRIES)
+    return _polished(torch.linalg.solve_ex(eye + skew, both, left=False).result.mH)
+
+
+@on_rows
+def cayley(matrix: Tensor) -> Tensor:
+    """``cayley_rows`` within its domain."""
+    return _checked(cayley_rows(matrix), "cayley", _ENTRIES)
 
 
 @on_rows

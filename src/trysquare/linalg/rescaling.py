@@ -49,34 +49,45 @@ def positive_inverse(factors: Tensor) -> Tensor:
     return _LOG_LIMIT * torch.atanh((factors.log() / _LOG_LIMIT).clamp(-0.999999, 0.999999))
 
 
-def gram(kernel: Tensor) -> Tensor:
-    """Kernel ``(n, n, *(2k - 1))`` of ``K Kᵀ`` for the convolution ``K`` with kernel ``(n, m, *k)``, or a matrix."""
-    return compose(kernel, adjoint(kernel))
+def gram(kernel: Tensor, *, dims: int | None = None) -> Tensor:
+    """Kernel ``(*batch, n, n, *(2k - 1))`` of ``K Kᵀ`` for the convolution ``K`` with kernel ``(*batch, n, m, *k)``.
+
+    ``dims`` is the number of kernel axes, 0 for a matrix; all but the first two axes unless given.
+    """
+    return compose(kernel, adjoint(kernel, dims=dims), dims=dims)
 
 
-def row_sums(symmetric: Tensor, q: Tensor | None = None) -> Tensor:
+def channel_sums(symmetric: Tensor, *, dims: int | None = None) -> Tensor:
+    """``Σ |A_ij|`` over the taps: the matrix ``(*batch, n, n)`` of a kernel ``(*batch, n, n, *k)``."""
+    dims = symmetric.ndim - 2 if dims is None else dims
+    return symmetric.abs().flatten(symmetric.ndim - dims).sum(-1) if dims else symmetric.abs()
+
+
+def row_sums(symmetric: Tensor, q: Tensor | None = None, *, dims: int | None = None) -> Tensor:
     """``Σ_j |A_ij| q_j / q_i`` over channels ``j`` and all taps.
 
     Args:
-        symmetric: kernel ``(n, n, *k)`` of a symmetric operator ``A``, or a matrix.
-        q: positive weights ``(n)``; ones if not given.
+        symmetric: kernel ``(*batch, n, n, *k)`` of a symmetric operator ``A``, or a matrix.
+        q: positive weights ``(*batch, n)``; ones if not given.
+        dims: number of kernel axes; all but the first two axes unless given.
 
     Returns:
-        ``T`` of shape ``(n)``: ``diag(T) - A`` is positive semidefinite on every domain.
+        ``T`` of shape ``(*batch, n)``: ``diag(T) - A`` is positive semidefinite on every domain.
     """
-    sums = symmetric.abs().flatten(2).sum(-1) if symmetric.ndim > 2 else symmetric.abs()
-    return sums.sum(1) if q is None else torch.mv(sums, q) / q
+    sums = channel_sums(symmetric, dims=dims)
+    return sums.sum(-1) if q is None else torch.matmul(sums, q.unsqueeze(-1)).squeeze(-1) / q
 
 
-def contract_rows(kernel: Tensor, q: Tensor | None = None) -> Tensor:
+def contract_rows(kernel: Tensor, q: Tensor | None = None, *, dims: int | None = None) -> Tensor:
     """Scale output channels so that the convolution is 1-Lipschitz on every domain: ``T^(-1/2) K``.
 
     ``T`` are the row sums of ``K Kᵀ`` with weights ``q`` (Araujo et al., 2023). Every ``q`` gives a
     contraction, and another one: larger weights leave more of their channels.
 
     Args:
-        kernel: ``(n, m, *k)``, or a matrix.
-        q: positive weights ``(n)``; ones if not given.
+        kernel: ``(*batch, n, m, *k)``, or a matrix.
+        q: positive weights ``(*batch, n)``; ones if not given.
+        dims: number of kernel axes; all but the first two axes unless given.
 
     Returns:
         The shape of ``kernel``; channels of zeros stay.
@@ -86,42 +97,18 @@ def contract_rows(kernel: Tensor, q: Tensor | None = None) -> Tensor:
     True
     """
     with full_precision(kernel):
-        largest = kernel.detach().abs().amax()
-        scaled = kernel / torch.where(largest > 0, largest, 1.0)
-        sums = row_sums(gram(scaled), q)
+        scaled, _ = scaled_to_one(kernel, dims=dims)
+        sums = row_sums(gram(scaled, dims=dims), q, dims=dims)
         scale = torch.where(sums > 0, torch.where(sums > 0, sums, 1.0).rsqrt(), 0.0)
-        return scaled * scale.view(-1, *(1,) * (kernel.ndim - 1))
+        return scaled * scale[(..., *(None,) * (kernel.ndim - scale.ndim))]
 
 
-def norm_bound(kernel: Tensor, steps: int = 1) -> Tensor:
-    """Upper bound of the norm of a convolution on every domain, or of a matrix; differentiable.
+def scaled_to_one(kernel: Tensor, *, dims: int | None = None) -> tuple[Tensor, Tensor]:
+    """``(*batch, n, m, *k)`` divided by its largest entry, so that no product leaves the range, and that entry.
 
-    With ``A = K Kᵀ`` (or ``Kᵀ K``, whichever has fewer channels) it is ``‖A^(2^steps)‖^(1 / 2^(steps + 1))`` with the
-    norm bounded by row sums. Each step takes the square root of the factor by which the bound is
-    too large, and doubles the taps of the kernel whose row sums are taken.
-
-    Args:
-        kernel: ``(n, m, *k)``, or a matrix.
-        steps: number of squarings.
-
-    Returns:
-        A scalar; 0 for a kernel of zeros.
-
-    >>> from trysquare.linalg.rescaling import norm_bound
-    >>> norm_bound(torch.eye(3))
-    tensor(1.)
+    The second has shape ``(*batch)`` and no gradient; it is 1 for a kernel of zeros.
     """
-    if steps < 0:
-        raise ValueError(f"steps={steps} must be at least 0")
-    with full_precision(kernel):
-        scale = kernel.detach().abs().amax()
-        scale = torch.where(scale > 0, scale, 1.0)
-        power = gram((kernel if kernel.shape[0] <= kernel.shape[1] else adjoint(kernel)) / scale)
-        # The norm is scale · ‖power‖^exponent: what is divided out is kept with its exponent.
-        exponent = 0.5
-        for _ in range(steps):
-            size = row_sums(power.detach()).amax()
-            size = torch.where(size > 0, size, 1.0)
-            power, scale, exponent = compose(power / size, power / size), scale * size**exponent, exponent / 2
-        bound = row_sums(power).amax()
-        return torch.where(bound > 0, scale * torch.where(bound > 0, bound, 1.0) ** exponent, 0.0)
+    dims = kernel.ndim - 2 if dims is None else dims
+    largest = kernel.detach().abs().flatten(kernel.ndim - dims - 2).amax(-1)
+    largest = torch.where(largest > 0, largest, 1.0)
+    return kernel / largest[(..., *(None,) * (dims + 2))], largest

@@ -19,14 +19,14 @@ from trysquare.layers.activations import with_slopes_in_unit_interval
 from trysquare.layers.conv import AffineInverse
 from trysquare.layers.fourier import _FourierConvolution, _Plain, _Transposed
 from trysquare.layers.heads import UnitNormLinear
-from trysquare.layers.packing import PackedKernels
-from trysquare.layers.potential import PotentialConv, PotentialLinear
-from trysquare.layers.sandwich import SandwichAOCConv, SandwichLinear, _Sandwich
-from trysquare.layers.sandwich_fourier import SandwichConv
+from trysquare.layers.packing import PackedKernels, unpack
+from trysquare.layers.potential import _PotentialStep
+from trysquare.layers.sandwich import _ExplicitSandwich, _Sandwich
+from trysquare.layers.sandwich_fourier import _FourierSandwich
 from trysquare.layers.shuffle import ChannelShuffle
-from trysquare.layers.sllaoc import SLLAOCBlock
+from trysquare.layers.sllaoc import _FusedBlock
 from trysquare.linalg.bounds import any_size_bound, circular_range, normalized, rescaled_up, singular_value_range
-from trysquare.linalg.kernels import adjoint, compose
+from trysquare.linalg.kernels import adjoint
 from trysquare.linalg.precision import at_least_float32, full_precision
 from trysquare.linalg.rescaling import positive
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF, Polyphase, polyphase
@@ -190,17 +190,16 @@ def _check_activation(layer: Any) -> None:
         )
 
 
-@rule(PotentialLinear, PotentialConv)
-def potential_step(layer: Any, shape: Shape) -> float:
+@rule(_PotentialStep)
+def potential_step(layer: _PotentialStep, shape: Shape) -> float:
     """``I - 2 MᵀDM`` is symmetric with eigenvalues from ``1 - 2 |M|²`` to 1."""
     _check_activation(layer)
-    kernel = used_weight(layer)
-    if isinstance(layer, PotentialLinear):
+    kernel, step = used_weight(layer), layer._first
+    if not step.dims:
         norm = matrix_norm(kernel)
     else:
-        taps, one = tuple(kernel.shape[2:]), (1,) * layer.dims
-        axes = convolution_axes(shape[1:], taps, one, layer._pads, layer.padding_mode)
-        norm = norm_range(LinearOperator(kernel, one, 1, axes), lowest=False)[1]
+        axes = convolution_axes(shape[1:], step.extent, step.stride, step.pads, step.mode)
+        norm = norm_range(LinearOperator(kernel, step.dilation, step.groups, axes), lowest=False)[1]
     return max(1.0, (2 * norm**2 - 1) * _ROUND_UP)
 
 
@@ -218,9 +217,7 @@ def _built_parts(layer: Any) -> tuple[list[Tensor], tuple[Tensor, ...]]:
 
 def _used_kernels(layer: Any) -> list[Tensor]:
     """The kernels as the forward pass uses them, in float64."""
-    vector = used_weight(layer)
-    sizes = [math.prod(shape) for shape in layer._kernel_shapes]
-    return [part.view(shape) for part, shape in zip(vector.split(sizes), layer._kernel_shapes, strict=True)]
+    return unpack(used_weight(layer), layer._kernel_shapes)
 
 
 def _tap_norms(kernel: Tensor) -> float:
@@ -237,50 +234,57 @@ def _domain_norm(convolution: Polyphase, coarse: tuple[int, ...]) -> float:
     return rescaled_up(any_size_bound(scaled, _BUDGET / 4), exponent)
 
 
-def _composed(after: Tensor, before: Tensor) -> tuple[Tensor, float]:
-    """``compose`` in float64, and a bound on the norm of its rounding error."""
+def _rounding(after: Tensor, before: Tensor) -> float:
+    """Bound on the norm of the rounding error of ``2 compose(after, before)`` in float64."""
     products = after.shape[1] * min(after[0, 0].numel(), before[0, 0].numel())
-    return compose(after, before), 2 * (products + 8) * UNIT_ROUNDOFF * _tap_norms(after) * _tap_norms(before)
+    return 4 * (products + 8) * UNIT_ROUNDOFF * _tap_norms(after) * _tap_norms(before)
 
 
-def _no_wrap(sizes: Shape, reach: int, stride: Shape) -> Shape:
-    """Coarse sizes of a circular domain that is so large that a convolution with zero padding is a part of it.
+def _coarse_sizes(layer: Any, sizes: Shape, reach: int) -> Shape:
+    """Sizes, on the coarse side, of a circular domain that has the block as a part.
 
-    That is so if no window that is ``reach`` wide meets the input again on its other side.
+    That is the domain of the block if it is circular. With zero padding it must be so large that no window that is
+    ``reach`` wide on the fine side meets the map again on its other side.
     """
-    return tuple(-(-(size + reach) // s) for size, s in zip(sizes, stride, strict=True))
+    fine = [size * s if layer.transposed else size for size, s in zip(sizes, layer.stride, strict=True)]
+    wider = 0 if layer.padding_mode == "circular" else reach
+    return tuple(-(-(size + wider) // s) for size, s in zip(fine, layer.stride, strict=True))
 
 
-@rule(SLLAOCBlock)
-def sll_aoc_block(layer: SLLAOCBlock, shape: Shape) -> float:
+@rule(_FusedBlock)
+def sll_aoc_block(layer: _FusedBlock, shape: Shape) -> float:
     """``post (I - 2 KᵀDK) pre``, and what fusing and rounding the three kernels adds.
 
     With ``S + G D F`` exact and ``S'``, ``G'``, ``F'`` used, the difference is at most ``|S' - S| + |G'| |F' - F| +
     |G' - G| |F|`` for every diagonal ``D`` between 0 and 1. With zero padding all of them are parts of convolutions on
-    a larger circle, with ``D = 0`` outside of the hidden map.
+    a larger circle, with ``D = 0`` outside of the hidden map. A transposed block has the transposed matrices.
     """
     _check_activation(layer)
     (pre, post, inner), _ = _built_parts(layer)
-    used = _used_kernels(layer)
-    stride = layer.stride
-    one = (1,) * layer.dims
-    reach = 0 if layer.padding_mode == "circular" else max(max(kernel.shape[2:]) for kernel in used)
-    coarse = _no_wrap(shape[1:], reach, stride)
-    fine = tuple(size * s for size, s in zip(coarse, stride, strict=True))
+    maps = layer._shortcut, layer._first, layer._second
+    coarse = _coarse_sizes(layer, shape[1:], max(max(each.extent) for each in maps))
+    fine = tuple(size * s for size, s in zip(coarse, layer.stride, strict=True))
+    strides: dict[bool, Shape] = {True: layer.stride, False: (1,) * layer.dims}
 
-    def norm(kernel: Tensor, strided: bool = True) -> float:
-        return _domain_norm(polyphase(kernel, stride if strided else one, one, 1), coarse if strided else fine)
+    def norm(kernel: Tensor, strided: bool) -> float:
+        convolution = polyphase(kernel, strides[strided], layer.dilation, layer.groups)
+        return _domain_norm(convolution, coarse if strided else fine)
 
     def distance(kernel: Tensor, other: Tensor, strided: bool) -> float:
         quick = _tap_norms(kernel - other) + UNIT_ROUNDOFF * _tap_norms(kernel)
         return quick if quick < _SMALL else norm(kernel - other, strided) + UNIT_ROUNDOFF * _tap_norms(kernel)
 
-    exact = _composed(post, pre), _composed(inner, pre), _composed(post, -2 * adjoint(inner))
-    pairs = zip(used, exact, (True, False, True), strict=True)
-    shortcut, first, second = (distance(ours, theirs, strided) + error for ours, (theirs, error), strided in pairs)
-    inner_norm, pre_norm = norm(inner, False), norm(pre, False)
-    theorem = norm(post) * pre_norm * max(1.0, 2 * inner_norm**2 - 1)
-    rounded = shortcut + norm(used[2]) * first + second * inner_norm * pre_norm
+    kernels: Any = layer.parametrization
+    used, exact = _used_kernels(layer), kernels.build_kernels(pre, post, inner)
+    first_strided = layer.transposed
+    roundings = [_rounding(inner, pre), _rounding(post, inner.transpose(0, 1))]
+    roundings = [_rounding(post, pre), *(reversed(roundings) if first_strided else roundings)]
+    pairs = zip(used, exact, (True, first_strided, not first_strided), roundings, strict=True)
+    shortcut, first, second = (distance(ours, theirs, strided) + error for ours, theirs, strided, error in pairs)
+    inner_norm, pre_norm, post_norm = norm(inner, False), norm(pre, False), norm(post, True)
+    theorem = post_norm * pre_norm * max(1.0, 2 * inner_norm**2 - 1)
+    first_norm = inner_norm * (post_norm if first_strided else pre_norm)
+    rounded = shortcut + norm(used[2], not first_strided) * first + second * first_norm
     return (theorem + rounded) * _ROUND_UP
 
 
@@ -289,7 +293,7 @@ def _halved_square(norm: float) -> float:
     return norm**2 / 2 * _ROUND_UP
 
 
-@rule(SandwichLinear, SandwichAOCConv)
+@rule(_Sandwich)
 def sandwich(layer: _Sandwich, shape: Shape) -> float:
     """``Q σ(P x)`` has the constant ``|[Qᵀ Ψ⁻¹, Ψ P]|² / 2`` for every positive diagonal ``Ψ``, so for the layer's.
 
@@ -300,16 +304,17 @@ def sandwich(layer: _Sandwich, shape: Shape) -> float:
     psi = checked_weight(positive(_built_parts(layer)[1][0].double()), type(layer).__name__)
     first, second = _used_kernels(layer)
     psi = psi.view(-1, *(1,) * (first.ndim - 1))
-    a, b = adjoint(second) / psi, first * psi
-    if isinstance(layer, SandwichLinear):
+    before, after = layer._first, layer._second
+    a, b = (second if after.transposed else adjoint(second, after.groups)) / psi, first * psi
+    if not isinstance(layer, _ExplicitSandwich):
         both = torch.cat((a, b), 1)
         return _halved_square(matrix_norm(both) + UNIT_ROUNDOFF * float(both.norm()) * 1.01)
-    assert isinstance(layer, SandwichAOCConv)
-    one = (1,) * layer.dims
-    circular = layer.padding_mode == "circular"
-    coarse = _no_wrap(shape[1:], 0 if circular else max(layer.kernel_size) * max(layer.stride), layer.stride)
-    both_convolutions = _side_by_side(polyphase(a, one, one, 1), polyphase(b, layer.stride, one, 1))
-    return _halved_square(_domain_norm(both_convolutions, coarse) + UNIT_ROUNDOFF * (_tap_norms(a) + _tap_norms(b)))
+    convolutions = [
+        polyphase(kernel, way.stride, way.dilation, way.groups) for kernel, way in ((a, after), (b, before))
+    ]
+    coarse = _coarse_sizes(layer, shape[1:], max(before.extent) * max(layer.stride))
+    norm = _domain_norm(_side_by_side(*convolutions), coarse)
+    return _halved_square(norm + UNIT_ROUNDOFF * (_tap_norms(a) + _tap_norms(b)))
 
 
 def _side_by_side(left: Polyphase, right: Polyphase) -> Polyphase:
@@ -341,11 +346,12 @@ def fourier_convolution(layer: _FourierConvolution, shape: Shape) -> float:
     return _blocks_norm(used, type(layer).__name__)
 
 
-@rule(SandwichConv)
-def sandwich_convolution(layer: SandwichConv, shape: Shape) -> float:
-    """As ``sandwich``, with a pair of blocks for each frequency."""
+@rule(_FourierSandwich)
+def sandwich_convolution(layer: _FourierSandwich, shape: Shape) -> float:
+    """As ``sandwich``, with a pair of blocks for each frequency and group."""
     _check_activation(layer)
-    coarse = tuple(size // s for size, s in zip(shape[1:], layer.stride, strict=True))
+    sizes = shape[1:]
+    coarse = sizes if layer.transposed else tuple(n // s for n, s in zip(sizes, layer.stride, strict=True))
     before, after = (response.to(torch.complex128) for response in layer.response(coarse))
     psi = positive(layer.response.free_psi.detach().double()).unsqueeze(-1)
     both = torch.cat((after / psi, before * psi), -1)

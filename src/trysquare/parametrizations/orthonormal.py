@@ -37,9 +37,9 @@ def free_for(name: str, basis: Tensor) -> Tensor:
 
 
 class OrthonormalMatrix(Parametrization):
-    """``(out, in)`` with orthonormal rows if ``out <= in``, orthonormal columns otherwise."""
+    """``(..., out, in)`` with orthonormal rows if ``out <= in``, orthonormal columns otherwise."""
 
-    def __init__(self, shape: tuple[int, int], orthogonalizer_name: str, **factory: Any) -> None:
+    def __init__(self, shape: tuple[int, ...], orthogonalizer_name: str, **factory: Any) -> None:
         super().__init__(**factory)
         self.shape = shape
         self.orthogonalizer = orthogonalizer_name
@@ -73,4 +73,4 @@ class OrthonormalMatrix(Parametrization):
 
     def extra_repr(self) -> str:
         """Shape and orthogonalizer."""
-        return f"{self.shape[0]}x{self.shape[1]}, orthogonalizer={self.orthogonalizer}"
+        return f"{'x'.join(map(str, self.shape))}, orthogonalizer={self.orthogonalizer}"
