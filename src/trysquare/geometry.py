@@ -36,7 +36,7 @@ def per_axis(name: str, value: int | Sequence[int], dims: int, least: int = 1) -
     """
     values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * dims
     try:
-        sizes = tuple(map(index, values))
+        sizes = () if any(isinstance(v, bool) for v in values) else tuple(map(index, values))
     except TypeError:
         sizes = ()
     if len(sizes) != dims:

@@ -73,12 +73,20 @@ def n_activation(layer: activations.NActivation, shape: Shape) -> float:
 
 @rule(activations.Householder)
 def householder(layer: activations.Householder, shape: Shape) -> float:
-    """Folds by ``I - 2 v vᵀ``, of norm ``max(1, 2 |v|² - 1)`` for normals ``v`` that were rounded."""
+    """A fold by ``I - 2 v vᵀ``, of norm ``max(1, 2 |v|² - 1)`` for normals ``v`` that were rounded.
+
+    In order 2 four pieces, each of them a cosine and a sine that were rounded. The rounding of their borders moves the
+    output as that of any sum does.
+    """
     _own_axis(layer.dim, shape)
-    half = 0.5 * layer.theta.detach().to(at_least_float32(layer.theta.dtype))
-    normals = torch.stack((half.sin(), -half.cos())).to(input_dtype())
-    folds = (2 * checked_weight(normals, "Householder").square().sum(0) - 1).clamp_min(1.0)  # (order, pairs)
-    return float(folds.prod(0).max()) * _ROUND_UP**layer.order
+    theta = layer.theta.detach().to(at_least_float32(layer.theta.dtype))
+    if layer.order == 1:
+        normals = torch.stack(((theta / 2).sin(), (theta / 2).cos())).to(input_dtype())
+        square = 2 * checked_weight(normals, "Householder").square().sum(0) - 1
+        return float(square.clamp_min(1.0).max()) * _ROUND_UP
+    checked_weight(theta, "Householder")
+    # cos² + sin² with a rounding error of half a unit in the last place of each.
+    return 1.0 + 2 * torch.finfo(input_dtype()).eps
 
 
 @rule(centering.BatchCentering)
