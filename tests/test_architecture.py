@@ -7,9 +7,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "src" / "trysquare"
 ROWS = [
-    "progress", "geometry", "linalg", "optim", "parametrizations", "layers", "export", "operators", "spectrum",
-    "lipschitz", "auditing", "checkpoint", "plotting", "losses", "certification", "attacks", "models", "data",
-    "training", "report", "cli", "__init__",
+    "progress", "naming", "geometry", "linalg", "optim", "parametrizations", "layers", "export", "operators",
+    "spectrum", "lipschitz", "auditing", "checkpoint", "plotting", "losses", "certification", "attacks", "models",
+    "data", "training", "report", "cli", "__init__",
 ]  # fmt: skip
 
 

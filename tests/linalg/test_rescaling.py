@@ -104,7 +104,7 @@ def test_scale_free_in_float32(scale, steps):
 
 
 def test_zeros_stay_zeros_with_finite_gradients():
-    for function in (norm_bound, contract_rows, unit_rows):
+    for function in (norm_bound, contract_rows):
         kernel = torch.zeros(3, 2, 2, requires_grad=True)
         value = function(kernel)
         assert value.abs().max() == 0
@@ -115,6 +115,26 @@ def test_zeros_stay_zeros_with_finite_gradients():
     kernel.requires_grad_()
     contract_rows(kernel).sum().backward()
     assert kernel.grad.isfinite().all()
+
+
+def test_rows_of_zeros_become_unit_rows():
+    rows = torch.zeros(3, 2, requires_grad=True)
+    unit = unit_rows(rows)
+    assert torch.equal(unit, torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]))
+    unit.sum().backward()
+    assert rows.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("function", [contract_rows, unit_rows, lambda k: k / norm_bound(k)])
+@pytest.mark.parametrize("scale", [1e-40, 1e-38, 1e-30, 1e30])
+def test_tiny_and_huge_kernels_have_exact_values_and_finite_gradients(function, scale):
+    kernel = torch.randn(4, 3)
+    free = (scale * kernel.double()).float().requires_grad_()
+    value = function(free)
+    torch.testing.assert_close(value, function(kernel), atol=1e-4, rtol=1e-3)
+    if function in (contract_rows, unit_rows):
+        (value * torch.randn(4, 3)).sum().backward()
+        assert free.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("function", [norm_bound, contract_rows, unit_rows])

@@ -296,8 +296,8 @@ _MONOTONE = (
 )
 
 
-# Softplus is linear beyond its threshold, and jumps there by log(1 + exp(-threshold)) / beta: at torch's own 20 by 2e-9,
-# which is less than float32 resolves at the values where it happens.
+# Softplus is linear beyond its threshold, and jumps there by log(1 + exp(-threshold)) / beta: at 20, which is torch's
+# own, by 2e-9, which is less than float32 resolves at the values where it happens.
 _SMOOTH_THRESHOLD = 20.0
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trysquare.layers.potential import Contraction, PotentialConv, PotentialLinear
 from trysquare.linalg.norms import norm_bound
+from trysquare.linalg.rescaling import scaled_to_one
 
 
 class NormContraction(Contraction):
@@ -39,7 +40,7 @@ class NormContraction(Contraction):
 
     def build(self, *free: Tensor) -> Tensor:
         """Divide by the bound."""
-        kernel = self._by_group(free[0])
+        kernel, _ = scaled_to_one(self._by_group(free[0]), dims=self.dims)
         bound = norm_bound(kernel, self.steps, dims=self.dims)
         return (kernel / torch.where(bound > 0, bound, 1.0)[(..., *(None,) * (kernel.ndim - 1))]).flatten(0, 1)
 

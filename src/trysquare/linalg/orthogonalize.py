@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from trysquare.linalg.orthonormal import orthonormal_rows
 from trysquare.linalg.precision import apply_function, full_precision, host_can_look, unwrapped
+from trysquare.naming import pick
 
 _BJORCK_STEPS = {torch.float32: 50, torch.float64: 80}
 # Weakest singular value, relative to the bound that the matrix is divided by, that the Newton
@@ -243,7 +244,4 @@ def orthogonalizer(name: str) -> Orthogonalizer:
     Raises:
         ValueError: if there is none of that name.
     """
-    try:
-        return ORTHOGONALIZERS[name]
-    except (KeyError, TypeError):
-        raise ValueError(f"orthogonalizer={name!r} must be one of {', '.join(map(repr, ORTHOGONALIZERS))}") from None
+    return pick(ORTHOGONALIZERS, name, "orthogonalizer")

@@ -44,6 +44,11 @@ class Parametrization(nn.Module, ABC):
     # Whether the weight of a layer is orthogonal in every geometry, so that geometries without an orthogonal kernel are
     # refused. Methods that are only 1-Lipschitz take every geometry.
     orthogonal: ClassVar[bool] = True
+    # Whether it is so exactly. Without a stride the only exactly orthogonal kernels of one channel are signed shifts,
+    # which leave nothing to learn; a method with a stated error has more.
+    exact: ClassVar[bool] = True
+    # Whether the weight has the size that is asked for, whatever the options.
+    keeps_kernel_size: ClassVar[bool] = True
     # Whether a free matrix is made orthonormal on the way, by an orthogonalizer that can be chosen.
     uses_orthogonalizer: ClassVar[bool] = True
     # Keyword arguments that the method has besides those of every method.
@@ -61,6 +66,11 @@ class Parametrization(nn.Module, ABC):
     def full_kernel_size(cls, kernel_size: Sizes, stride: Sizes, dilation: Sizes, **options: Any) -> Sizes:
         """Size of the weight that ``kernel_size`` asks for; another one only if the method says so."""
         return kernel_size
+
+    @property
+    def note(self) -> str:
+        """What the layer's line should say besides the method and its options."""
+        return ""
 
     @property
     def is_orthogonal(self) -> bool:
