@@ -77,9 +77,9 @@ def test_fourier_layer_follows_the_size_of_the_input():
         first = layer(small)
         assert layer(large).shape == (1, 4, 6, 4)
         torch.testing.assert_close(layer(small), first)
-        held = layer.response._cache.weight
+        held = layer.response.cache.weight
         layer(small)
-        assert layer.response._cache.weight is held
+        assert layer.response.cache.weight is held
     # The layer commutes with shifts, as a convolution must.
     x = torch.randn(1, 3, 4, 5)
     torch.testing.assert_close(layer(x.roll((1, 2), (2, 3))), layer(x).roll((1, 2), (2, 3)), atol=1e-5, rtol=1e-4)

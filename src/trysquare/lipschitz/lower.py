@@ -7,8 +7,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from trysquare.export import to_torch
-from trysquare.layers.fourier import _FourierConvolution
+from trysquare.export import with_fixed_weights
 from trysquare.progress import track
 
 
@@ -46,9 +45,9 @@ def lipschitz_lower_bound(
         raise ValueError(f"inputs of shape {tuple(inputs.shape)} must be a batch of at least one sample")
     if not bool(inputs.isfinite().all()):
         raise ValueError("inputs hold values that are not finite")
-    # A response has no plain layer; its blocks are rebuilt in float64, which moves the value by their float32 rounding.
-    plain = to_torch(model, keep=(_FourierConvolution,)).eval().requires_grad_(False)
-    exact = to_torch(model, keep=(_FourierConvolution,)).double().eval().requires_grad_(False)
+    # Responses are no fixed weights: they are rebuilt in float64, which moves the value by their float32 rounding.
+    plain = with_fixed_weights(model).eval()
+    exact = with_fixed_weights(model).double().eval()
     x, direction = inputs.detach(), torch.randn_like(inputs)
     best, started = 0.0, time.monotonic()
     for step in track(range(ascent_steps + 1), "lower bound", ascent_steps + 1):
