@@ -70,6 +70,16 @@ def check_groups(groups: int, **channels: int) -> None:
             )
 
 
+def window_overlap(kernel_size: Sizes, stride: Sizes, dilation: Sizes) -> int:
+    """Largest number of windows that read the same input.
+
+    >>> from trysquare.geometry import window_overlap
+    >>> window_overlap((3, 3), (2, 1), (1, 1))
+    6
+    """
+    return prod(-(-k * gcd(s, d) // s) for k, s, d in zip(kernel_size, stride, dilation, strict=True))
+
+
 @dataclass(frozen=True)
 class ConvGeometry:
     """A convolution's numbers, and the plan that makes an orthogonal kernel of them.

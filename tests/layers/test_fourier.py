@@ -176,7 +176,7 @@ def test_lot_is_the_inverse_root_and_says_when_there_is_none():
     torch.testing.assert_close(dense_without_bias(layer, (2, 5, 5)), left @ right)
     with torch.no_grad():
         layer.weight.zero_()
-    with pytest.raises(ArithmeticError, match="method='lot' cannot .* full rank at .*reset_parameters"):
+    with pytest.raises(ArithmeticError, match=r"method='lot' cannot .* full rank at .*reset_parameters"):
         layer(torch.zeros(1, 2, 4, 4, dtype=torch.float64))
 
 

@@ -17,9 +17,13 @@ from trysquare.layers.fourier import ImageSized, Size, plain_layer
 from trysquare.linalg.fourier import apply_response, free_response
 from trysquare.linalg.orthogonalize import cayley_rows
 from trysquare.linalg.precision import at_least_float32, full_precision
-from trysquare.linalg.rescaling import positive
+from trysquare.linalg.rescaling import limited, positive
 from trysquare.linalg.sandwich import sandwich_pair
 from trysquare.parametrizations.upkeep import Caching
+
+# Mean norm of the rows of a free kernel above which it is scaled down: far beyond it the rounding of the Cayley
+# transform, which grows with the square, would make it no contraction. At the start it is 1.
+_MOST = 30.0
 
 
 class FrequencyResponse(Caching):
@@ -79,7 +83,8 @@ class FrequencyResponse(Caching):
 
     def _built(self, sizes: Sizes) -> Tensor:
         with full_precision(self.free):
-            b, a = self._ordered(cayley_rows(free_response(self.free, sizes, self.dilation)))
+            bounded = limited(self.free, _MOST, dims=len(sizes))
+            b, a = self._ordered(cayley_rows(free_response(bounded, sizes, self.dilation)))
             before, after = sandwich_pair(a, b, self.psi)
             return torch.cat((before, after) if self.transposed else (after, before), -1)
 

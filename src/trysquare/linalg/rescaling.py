@@ -125,3 +125,19 @@ def scaled_to_one(kernel: Tensor, *, dims: int | None = None) -> tuple[Tensor, T
     dims = kernel.ndim - 2 if dims is None else dims
     largest = kernel.detach().abs().flatten(kernel.ndim - dims - 2).amax(-1)
     return _divided(kernel, largest[(..., *(None,) * (dims + 2))]), torch.where(largest > 0, largest, 1.0)
+
+
+def limited(kernel: Tensor, most: float, *, dims: int | None = None) -> Tensor:
+    """Scale a kernel ``(*batch, n, m, *k)`` down if the norms of its rows have a root mean square above ``most``.
+
+    >>> from trysquare.linalg.rescaling import limited
+    >>> limited(torch.tensor([[3e30, 4e30]]), 10.0)
+    tensor([[6., 8.]])
+    """
+    dims = kernel.ndim - 2 if dims is None else dims
+    scaled, largest = scaled_to_one(kernel, dims=dims)
+    rows = kernel.shape[kernel.ndim - dims - 2]
+    size = torch.linalg.vector_norm(scaled.flatten(kernel.ndim - dims - 2), dim=-1) / rows**0.5
+    size = torch.where(size > 0, size, 1.0)
+    shape = (..., *(None,) * (dims + 2))
+    return torch.where((size > most / largest)[shape], scaled * (most / size)[shape], kernel)

@@ -115,17 +115,9 @@ def _shared_windows(layer: Any, shape: Shape) -> int:
     return math.prod(_most_windows(*numbers) for numbers in axes)
 
 
-@rule(pooling._L2NormPool)
-def l2_norm_pool(layer: Any, shape: Shape) -> float:
-    """A norm is 1-Lipschitz in its window; an input counts once for each window that reads it."""
-    taps = math.prod(layer.kernel_size)
-    factor = _factor(taps / layer.overlap) / taps
-    return 1.0 if (square := factor * _shared_windows(layer, shape)) == 1 else math.sqrt(square) * _ROUND_UP
-
-
-@rule(pooling._LipschitzMaxPool)
-def lipschitz_max_pool(layer: Any, shape: Shape) -> float:
-    """A maximum is 1-Lipschitz in its window; an input counts once for each window that reads it."""
+@rule(pooling._L2NormPool, pooling._LipschitzMaxPool)
+def pool_of_windows(layer: Any, shape: Shape) -> float:
+    """A norm or maximum is 1-Lipschitz in its window; an input counts once for each window that reads it."""
     shared = _shared_windows(layer, shape)
     return 1.0 if shared == layer.overlap == 1 else _factor(layer.overlap**-0.5) * math.sqrt(shared) * _ROUND_UP
 
@@ -151,9 +143,7 @@ def _size(factor: Tensor, dtype: torch.dtype) -> float:
 def learnable_residual(layer: residual.LearnableResidual, shape: Shape) -> float:
     """``(|a1| L_skip + |a2| L_branch) / (|a1| + |a2|)``, each factor as it is rounded."""
     (skip, skip_dtype), (branch, branch_dtype) = _skip_bound(layer, shape), follow_part(layer.branch, shape)
-    skip_scale, scale = residual._exact(layer.skip_scale.detach()), residual._exact(layer.scale.detach())
-    total = skip_scale.abs() + scale.abs()
-    share = torch.where(total > 0, 1 / torch.where(total > 0, total, 1.0), 0.0)
+    skip_scale, scale, share = (factor.detach() for factor in layer.factors(input_dtype()))
     through = _size(scale, input_dtype()) * branch * _size(share, branch_dtype)
     return (_size(skip_scale * share, skip_dtype) * skip + through) * _ROUND_UP
 
