@@ -268,3 +268,13 @@ def test_resnet34_takes_less_than_a_minute_of_two_cores():
     start = time.process_time()
     ts.audit(resnet34().eval(), (3, 224, 224))
     assert time.process_time() - start < 120
+
+
+@pytest.mark.parametrize(("layer", "shape"), [
+    (ts.OrthoConv2d(4, 8, 3, method="soc"), (4, 6, 6)),
+    (ts.OrthoConv2d(4, 8, 9), (4, 3, 3)),
+])  # fmt: skip
+def test_kernels_that_wrap_around_more_than_once(layer, shape):
+    """Plain circular padding cannot, so the lower bound must not be taken of plain layers."""
+    report = ts.audit(layer, shape)
+    assert abs(report.lower_bound - 1) < 1e-5

@@ -340,8 +340,8 @@ def test_head_of_another_size_is_refused():
     ("name", "params", "message"),
     [
         ("cosin", {}, "did you mean 'cosine'"),
-        ("nothing like it", {}, r"is not known\. There is: offset"),
-        ("emma", {"raduis": 1.0}, "no parameter 'raduis'; did you mean 'radius'"),
+        ("nothing like it", {}, "unknown loss 'nothing like it': known: offset"),
+        ("emma", {"raduis": 1.0}, "unknown parameter of loss emma 'raduis': did you mean 'radius'"),
         ("hkr", {"alpha": 2.0}, "alpha=2.0 must be a finite number, at least 0 and at most 1.0"),
         ("hkr", {"min_margin": 0.0}, "min_margin=0.0 must be a finite number, positive"),
         ("cosine", {"reduction": "avg"}, "reduction='avg'"),

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 
 import pytest
 import torch
@@ -99,6 +100,12 @@ class TestFeature:
         assert spectrum(layer, shape).max() < 1 + 1e-11 + layer.truncation_error
 
 
+HOSTILE = [
+    torch.zeros_like,
+    torch.ones_like,
+    *(lambda t, scale=scale: scale * t for scale in (1e6, 1e25, 1e-6, 1e-38, 1e-40)),
+    lambda t: 1e3 * torch.randn_like(t),
+]
 GRADCHECK = ["odd channels", "fewer channels", "stride, many", "groups, stride", "dilation, stride", "1-D"]
 
 
@@ -123,13 +130,24 @@ class TestHabits:
         assert all(t.grad.isfinite().all() for t in layer.free_tensors)
 
     def test_hostile_free_tensors(self, method, feature):
-        for write in (torch.zeros_like, torch.ones_like, lambda t: 1e6 * t, lambda t: 1e-6 * t):
+        count = len(make(method, feature)[0].free_tensors)
+        for write, chosen in itertools.product(HOSTILE, [range(count), *([n] for n in range(count))]):
             layer, shape = make(method, feature, dtype=torch.float32)
             with torch.no_grad():
-                layer.free_tensors[0].copy_(write(layer.free_tensors[0]))
+                for index in chosen:
+                    layer.free_tensors[index].copy_(write(layer.free_tensors[index]))
             check_spectrum(layer, shape, 1e-5)
             layer(torch.randn(1, *shape)).square().sum().backward()
             assert all(t.grad.isfinite().all() for t in layer.free_tensors)
+
+    def test_large_steps_on_large_inputs(self, method, feature):
+        layer, shape = make(method, feature, dtype=torch.float32, bias=False)
+        optimizer = torch.optim.SGD(layer.parameters(), 1.0)
+        for _ in range(5):
+            optimizer.zero_grad()
+            layer(1e3 * torch.randn(2, *shape)).square().sum().backward()
+            optimizer.step()
+        check_spectrum(layer, shape, 1e-5)
 
     def test_eval_is_cached_and_never_stale(self, method, feature):
         layer, _ = make(method, feature)
@@ -195,6 +213,10 @@ def test_impossible_geometries_are_refused_unless_the_method_is_only_lipschitz(m
         return
     with pytest.raises(ValueError, match="no orthogonal kernel exists"):
         shrink()
+    if not ts.METHODS[method].exact:
+        check_spectrum(depthwise(), (3, 4, 4))
+        assert train(depthwise(), (3, 4, 4), steps=5) > 1e-3
+        return
     with pytest.raises(ValueError, match="nothing to learn"):
         depthwise()
 

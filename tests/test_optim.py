@@ -172,3 +172,59 @@ def test_state_closure_and_refusals():
     for options in ({"lr": -1.0}, {"rank": 0}, {"alpha": 1.0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             ts.ProjUNN([matrix], **options)
+
+
+def test_ranks_agree_though_their_generators_do_not():
+    """Replicas of a distributed run: the same start and the same gradients, other seeds."""
+    start, goal = unitary(10, 10, dtype=torch.float32), unitary(10, 10, dtype=torch.float32)
+    moved = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        matrix = nn.Parameter(start.clone())
+        optimizer = ts.ProjUNN([matrix], lr=0.3)
+        for _ in range(20):
+            optimizer.zero_grad()
+            (matrix - goal).square().sum().backward()
+            optimizer.step()
+        moved.append(matrix.detach())
+    assert (moved[0] - start).abs().max() > 0.1
+    assert torch.equal(*moved)
+
+
+def test_the_rank_is_that_of_the_step():
+    """A step moves a matrix by a matrix of twice the rank at most."""
+    for rank in (1, 2, 4):
+        matrix = nn.Parameter(unitary(12, 12, dtype=torch.float64))
+        optimizer = ts.ProjUNN([matrix], lr=0.1, rank=rank)
+        before = matrix.detach().clone()
+        matrix.mul(torch.randn(12, 12, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        assert torch.linalg.matrix_rank(matrix.detach() - before, atol=1e-9) == 2 * rank
+
+
+@pytest.mark.parametrize("lr", [1e3, 1e6, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_any_step_stays_orthogonal(lr, dtype):
+    matrix = nn.Parameter(unitary(3, 6, 6, dtype=dtype))
+    optimizer = ts.ProjUNN([matrix], lr=lr, rank=2)
+    for _ in range(20):
+        optimizer.zero_grad()
+        (1e3 * matrix.abs().square() * torch.randn(6, 6)).sum().backward()
+        optimizer.step()
+    assert distance_from_unitary(matrix.detach()) < 1e-3
+
+
+def test_groups_that_are_added_are_checked():
+    optimizer = ts.ProjUNN([nn.Parameter(torch.eye(4))])
+    for group, match in (
+        ({"params": [nn.Parameter(torch.ones(4, 4))]}, "not orthogonal"),
+        ({"params": [nn.Parameter(torch.zeros(4, 3))]}, "square matrices"),
+        ({"params": [nn.Parameter(torch.eye(4, dtype=torch.bfloat16))]}, "keep it in float32"),
+        ({"params": [nn.Parameter(torch.eye(4))], "rank": True}, "rank=True"),
+        ({"params": [nn.Parameter(torch.eye(4))], "lr": math.inf}, "lr=inf"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [nn.Parameter(torch.eye(3))], "rank": 2})
+    assert [group["rank"] for group in optimizer.param_groups] == [1, 2]

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from trysquare.export import with_fixed_weights
 from trysquare.files import or_infinite, without_infinities
+from trysquare.linalg.margins import least_radius
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.lipschitz import follow_classifier
 from trysquare.lipschitz.follow import input_like
@@ -98,10 +99,7 @@ def _radii(logits: Tensor, labels: Tensor, constants: Tensor, error: float | Ten
     margins = logits.gather(1, labels.unsqueeze(1)) - logits
     # Differences are rounded relative to themselves, and the subtraction of the error once more.
     left = margins * _ROUND_DOWN - errors.view(-1, 1) * (1 + 2 * UNIT_ROUNDOFF)
-    reach = constants[labels]
-    # Where nothing moves the difference, a positive one is safe for ever.
-    radii = torch.where(reach > 0, left / torch.where(reach > 0, reach, 1.0), torch.where(left > 0, math.inf, 0.0))
-    return radii.scatter(1, labels.unsqueeze(1), math.inf).amin(1).clamp_min(0.0) * _ROUND_DOWN
+    return least_radius(left, constants[labels], labels).clamp_min(0.0) * _ROUND_DOWN
 
 
 def _checked_logits(logits: Tensor) -> Tensor:

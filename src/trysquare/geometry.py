@@ -36,7 +36,7 @@ def per_axis(name: str, value: int | Sequence[int], dims: int, least: int = 1) -
     """
     values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * dims
     try:
-        sizes = tuple(map(index, values))
+        sizes = () if any(isinstance(v, bool) for v in values) else tuple(map(index, values))
     except TypeError:
         sizes = ()
     if len(sizes) != dims:
@@ -70,6 +70,16 @@ def check_groups(groups: int, **channels: int) -> None:
             )
 
 
+def window_overlap(kernel_size: Sizes, stride: Sizes, dilation: Sizes) -> int:
+    """Largest number of windows that read the same input.
+
+    >>> from trysquare.geometry import window_overlap
+    >>> window_overlap((3, 3), (2, 1), (1, 1))
+    6
+    """
+    return prod(-(-k * gcd(s, d) // s) for k, s, d in zip(kernel_size, stride, dilation, strict=True))
+
+
 @dataclass(frozen=True)
 class ConvGeometry:
     """A convolution's numbers, and the plan that makes an orthogonal kernel of them.
@@ -80,8 +90,9 @@ class ConvGeometry:
     has the geometry of the convolution that it is the adjoint of.
 
     With ``orthogonal=False`` only a 1-Lipschitz kernel is asked for; then every geometry is fine, and what is said
-    about orthogonal kernels says what would be possible. ``transposed`` says that the numbers are those of a
-    transposed layer's convolution, so that errors call them by the names that the user gave.
+    about orthogonal kernels says what would be possible. With ``exact=False`` the kernel is orthogonal to a stated
+    error, and may have one channel that is not a shift. ``transposed`` says that the numbers are those of a transposed
+    layer's convolution, so that errors call them by the names that the user gave.
 
     Raises:
         ValueError: if no orthogonal kernel has these numbers, or if the only ones have nothing to
@@ -99,6 +110,7 @@ class ConvGeometry:
     groups: int = 1
     parsimonious: bool = False
     orthogonal: bool = True
+    exact: bool = True
     transposed: bool = False
 
     def __post_init__(self) -> None:
@@ -113,7 +125,7 @@ class ConvGeometry:
             return
         if not (self.row_orthogonal or self.column_orthogonal):
             raise ValueError(self._why_impossible())
-        if self.inner_channels == 1 and prod(self.reach) == 1 and max(self.kernel_size) > 1:
+        if self.exact and self.inner_channels == 1 and prod(self.reach) == 1 and max(self.kernel_size) > 1:
             raise ValueError(
                 f"nothing to learn: with one channel a group ({self._in_name}={self.in_channels}, "
                 f"{self._out_name}={self.out_channels}, groups={self.groups}) the only orthogonal kernels of size "

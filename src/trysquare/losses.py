@@ -6,7 +6,6 @@ better, and are finite for every finite logit. Notation: ``z`` the logits, ``y``
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from abc import abstractmethod
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trysquare.linalg.precision import at_least_float32, full_precision
+from trysquare.naming import pick, require_known
 
 _REDUCTIONS = ("mean", "sum", "none")
 _SQRT2 = math.sqrt(2)
@@ -498,15 +498,7 @@ def make_loss(name: str, **params: Any) -> Loss:
     >>> ts.losses.make_loss("offset-cross-entropy", margin=0.5)
     OffsetCrossEntropy(margin=0.5, temperature=0.125)
     """
-    if name not in LOSSES:
-        raise ValueError(f"loss {name!r} is not known{_nearest(name, LOSSES)}")
-    known = list(inspect.signature(LOSSES[name]).parameters)
+    loss = pick(LOSSES, name, "loss")
     for param in params:
-        if param not in known:
-            raise ValueError(f"loss {name!r} has no parameter {param!r}{_nearest(param, known)}")
-    return LOSSES[name](**params)
-
-
-def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(str(name), known, 1, 0.5)
-    return (f"; did you mean {close[0]!r}?" if close else ".") + f" There is: {', '.join(known)}"
+        require_known(param, inspect.signature(loss).parameters, f"parameter of loss {name}")
+    return loss(**params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from trysquare.geometry import positive
 from trysquare.linalg.unitary import distance_from_unitary, low_rank_factors, polish, rotate
 
 _POLISH_EVERY = 100
+_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 # Largest entry of U* U - I that a parameter may start with.
 _START_TOLERANCE = 1e-3
 
@@ -21,7 +24,8 @@ class ProjUNN(torch.optim.Optimizer):
 
     A step approximates the gradient by a matrix of low rank, projects it to the tangent space at the parameter, and
     moves along the geodesic in that direction (the exponential map), at the cost of ``n²`` times the rank. Parameters
-    stay orthogonal to rounding; what rounding adds up is taken off every 100 steps.
+    stay orthogonal to rounding, whatever the step; what rounding adds up is taken off every 100 steps. The vectors that
+    find the low rank depend on the number of the step only, so equal gradients on several ranks make equal steps.
 
     Parameters are batches of square matrices: the recurrent matrix of a network, or the blocks ``(*frequencies, n, n)``
     of a convolution in the Fourier domain (see ``trysquare.linalg.fourier``), real or complex. Blocks of opposite
@@ -36,7 +40,7 @@ class ProjUNN(torch.optim.Optimizer):
         eps: added to the root of that mean.
 
     Raises:
-        ValueError: if a parameter is not square or not orthogonal at the start.
+        ValueError: if a parameter is not square, not orthogonal at the start, or in a dtype shorter than float32.
 
     >>> matrix = nn.Parameter(nn.init.orthogonal_(torch.empty(8, 8)))
     >>> optimizer = ts.ProjUNN([matrix], lr=0.1, rank=2)
@@ -49,16 +53,20 @@ class ProjUNN(torch.optim.Optimizer):
     """
 
     def __init__(self, params: ParamsT, lr: float = 1e-2, rank: int = 1, alpha: float = 0.0, eps: float = 1e-8) -> None:
-        if not lr >= 0:
-            raise ValueError(f"lr={lr!r} must not be negative")
-        if not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"rank={rank!r} must be a positive integer")
-        if not 0 <= alpha < 1:
-            raise ValueError(f"alpha={alpha!r} must be at least 0 and less than 1")
         super().__init__(params, {"lr": lr, "rank": rank, "alpha": alpha, "eps": eps})
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                _check_orthogonal(parameter)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own.
+
+        Raises:
+            ValueError: if one of them is not orthogonal, or an option has no meaning.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups.pop()
+        _check_options(**{name: group[name] for name in ("lr", "rank", "alpha")})
+        for parameter in group["params"]:
+            _check_orthogonal(parameter)
+        self.param_groups.append(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
@@ -81,7 +89,8 @@ class ProjUNN(torch.optim.Optimizer):
         state = self.state[parameter]
         state["step"] = state.get("step", 0) + 1
         gradient = self._scaled(parameter.grad, state, group)  # type: ignore[arg-type]
-        left, right = low_rank_factors(gradient, min(group["rank"], parameter.shape[-1]))
+        # The same vectors on every rank of a distributed run, or the replicas would drift apart.
+        left, right = low_rank_factors(gradient, min(group["rank"], parameter.shape[-1]), seed=state["step"])
         moved = rotate(parameter, left, right, group["lr"])
         parameter.copy_(polish(moved) if state["step"] % _POLISH_EVERY == 0 else moved)
 
@@ -96,8 +105,21 @@ class ProjUNN(torch.optim.Optimizer):
         return gradient / (unbiased.sqrt() + group["eps"])
 
 
+def _check_options(lr: Any, rank: Any, alpha: float) -> None:
+    if not 0 <= lr < math.inf:
+        raise ValueError(f"lr={lr!r} must be finite and not negative")
+    positive("rank", rank)
+    if not 0 <= alpha < 1:
+        raise ValueError(f"alpha={alpha!r} must be at least 0 and less than 1")
+
+
 def _check_orthogonal(parameter: Tensor) -> None:
     shape = tuple(parameter.shape)
+    if parameter.dtype not in _DTYPES:
+        raise ValueError(
+            f"a parameter of dtype {parameter.dtype} cannot stay orthogonal: its rounding is too coarse; keep it in "
+            "float32 and cast it where it is used"
+        )
     if parameter.ndim < 2 or shape[-1] != shape[-2]:
         raise ValueError(
             f"ProjUNN moves square matrices, got a parameter of shape {shape}; give the others to another optimizer"

@@ -22,7 +22,7 @@ ACTIVATIONS = [
     (ts.Abs(), (5, 2)),
     (ts.Householder(6), (6,)),
     (ts.Householder(4, order=2), (4, 2, 2)),
-    (ts.Householder(4, order=3, dim=-1), (2, 4)),
+    (ts.Householder(4, order=2, dim=-1), (2, 4)),
     (ts.NActivation(5), (5, 2)),
     (ts.NActivation(4, dim=-1), (3, 4)),
 ]
@@ -62,16 +62,77 @@ def test_householder_is_maxmin_or_the_absolute_value_at_its_angles():
     layer, x = ts.Householder(6).double(), torch.randn(2, 6, 3, dtype=torch.float64)
     torch.testing.assert_close(layer(x), ts.MaxMin()(x))
     with torch.no_grad():
-        layer.theta.fill_(math.pi)  # the line is the second axis, what is kept lies to its right
+        layer.theta.fill_(math.pi / 2)  # the published start
+    torch.testing.assert_close(layer(x)[:, ::2], ts.MaxMin()(x)[:, 1::2])
+    with torch.no_grad():
+        layer.theta.fill_(-math.pi)  # the line is the second axis, what is kept lies to its right
     y = layer(x)
     torch.testing.assert_close(y[:, ::2], x[:, ::2].abs())
     torch.testing.assert_close(y[:, 1::2], x[:, 1::2])
 
 
+def test_householder_keeps_the_half_plane_that_was_published():
+    """Kept is where ``x sin(theta / 2) <= y cos(theta / 2)``: the left of the line; a turn of 2 pi keeps the other."""
+    layer = randomise(ts.Householder(2).double())
+    z = torch.randn(100, 2, dtype=torch.float64)
+    for _ in range(2):
+        theta = layer.theta.detach().squeeze()
+        reflection = torch.tensor([[theta.cos(), theta.sin()], [theta.sin(), -theta.cos()]])
+        keep = z[:, :1] * (theta / 2).sin() - z[:, 1:] * (theta / 2).cos() <= 0
+        torch.testing.assert_close(layer(z), torch.where(keep, z, z @ reflection.T))
+        with torch.no_grad():
+            layer.theta.add_(2 * math.pi)
+
+
+def circle(count):
+    angles = torch.linspace(0, 2 * math.pi, count, dtype=torch.float64)
+    return angles, torch.stack((angles.cos(), angles.sin()), 1)
+
+
+def sectors(angle, theta):
+    """Where four sectors send a direction: an independent construction, by walking forwards and backwards."""
+    start, *widths = theta[0] / 2, theta[1] / 2, theta[2] / 2, math.pi - theta[1] / 2, math.pi - theta[2] / 2
+    left, image = (angle - start) % (2 * math.pi), start
+    for width, way in zip(widths, (1, -1, 1, -1), strict=True):
+        image += way * min(left, width)
+        left = max(left - width, 0)
+    return image
+
+
+ANGLES = [(0.3, math.pi / 2, math.pi), (1.0, 1.0, 2.5), (-2.0, 0.4, 6.0), (5.0, 2 * math.pi, 1.0), (0.0, 0.0, 0.0)]
+
+
+@pytest.mark.parametrize("theta", ANGLES)
+def test_householder_order_two_has_any_four_sectors(theta):
+    layer = exact(ts.Householder(2, order=2))
+    layer.theta.copy_(torch.tensor(theta)[:, None])
+    angles, z = circle(4001)
+    images = torch.tensor([sectors(float(angle), theta) for angle in angles], dtype=torch.float64)
+    expected = torch.stack((images.cos(), images.sin()), 1)
+    torch.testing.assert_close(layer(z), expected, atol=1e-6, rtol=0)
+    # Continuous: neighbours 2 pi / 4000 apart stay so.
+    assert float((layer(z).diff(dim=0).norm(dim=1) / z.diff(dim=0).norm(dim=1)).max()) <= 1 + 1e-6
+    if theta[1] == 2 * math.pi:
+        half = exact(ts.Householder(2))
+        half.theta.fill_(theta[0])
+        torch.testing.assert_close(layer(z), half(z), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("theta", [*ANGLES, (0.3, -2.0, 9.0), (100.0, 50.0, -70.0)])
+def test_householder_order_two_is_isometric_at_every_angle(theta):
+    layer = exact(ts.Householder(2, order=2))
+    layer.theta.copy_(torch.tensor(theta)[:, None])
+    _, z = circle(101)
+    for point in z:
+        jacobian = torch.autograd.functional.jacobian(lambda p: layer(p[None])[0], point)
+        torch.testing.assert_close(jacobian @ jacobian.T, torch.eye(2, dtype=torch.float64))
+    steps = layer(circle(20001)[1]).diff(dim=0).norm(dim=1)
+    assert float(steps.max()) <= 2 * math.pi / 20000 * (1 + 1e-6)
+
+
 def test_householder_order_two_has_kept_reflected_and_rotated_sectors():
     layer = exact(ts.Householder(2, order=2))
-    angles = torch.linspace(0, 2 * math.pi, 400, dtype=torch.float64)
-    z = torch.stack((angles.cos(), angles.sin()), 1)
+    _, z = circle(400)
     pieces = {
         tuple((torch.autograd.functional.jacobian(lambda p: layer(p[None])[0], p)).flatten().round(decimals=6).tolist())
         for p in z
@@ -82,15 +143,6 @@ def test_householder_order_two_has_kept_reflected_and_rotated_sectors():
     spread = torch.atan2(out[:, 1], out[:, 0])
     assert float(spread.max() - spread.min()) < math.pi / 2 + 0.05  # folded twice: a quarter of the plane
     torch.testing.assert_close(out.norm(dim=1), z.norm(dim=1))
-
-
-def test_householder_reflects_as_the_paper_writes_it():
-    layer = randomise(ts.Householder(2).double())
-    theta = layer.theta.detach().squeeze()
-    reflection = torch.tensor([[theta.cos(), theta.sin()], [theta.sin(), -theta.cos()]])
-    z = torch.randn(100, 2, dtype=torch.float64)
-    keep = z[:, :1] * (theta / 2).sin() - z[:, 1:] * (theta / 2).cos() > 0
-    torch.testing.assert_close(layer(z), torch.where(keep, z, z @ reflection.T))
 
 
 def test_n_activation_has_the_shape_of_an_n():
@@ -123,12 +175,17 @@ def test_gradcheck_and_state(layer):
         (lambda: ts.GroupSort(0), "group_size=0"),
         (lambda: ts.Householder(5), "channels=5 .*use 6"),
         (lambda: ts.Householder(4, order=0), "order=0"),
+        (lambda: ts.Householder(4, order=3), "order=3 must be 1 or 2"),
+        (lambda: ts.GroupSort(True), "group_size=True must be an integer"),
         (lambda: ts.Householder(4)(torch.zeros(1, 6)), "6 channels on axis 1, not 4"),
         (lambda: ts.NActivation(4, 1.0, 0.0), "low=1.0 must not be above high=0.0"),
         (lambda: ts.NActivation(4)(torch.zeros(1, 6)), "6 channels"),
         (lambda: with_slopes_in_unit_interval(ts.MaxMin()), "MaxMin.* slopes between 0 and 1"),
         (lambda: with_slopes_in_unit_interval(nn.LeakyReLU(-0.1)), "slopes"),
         (lambda: with_slopes_in_unit_interval(nn.GELU()), "slopes"),
+        (lambda: with_slopes_in_unit_interval(nn.Softplus(threshold=0)), "threshold of at least 20"),
+        (lambda: with_slopes_in_unit_interval(nn.Softplus(100.0, 19.0)), "threshold of at least 20"),
+        (lambda: with_slopes_in_unit_interval(nn.Softplus(-1.0)), "beta > 0"),
     ],
 )  # fmt: skip
 def test_errors(make, match):
@@ -144,6 +201,8 @@ def test_errors(make, match):
         nn.ELU(),
         nn.CELU(3.0),
         nn.Softplus(),
+        nn.Softplus(0.1),
+        nn.Softplus(beta=30.0, threshold=50.0),
         nn.Tanh(),
         nn.Sigmoid(),
         nn.Tanhshrink(),

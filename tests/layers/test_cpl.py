@@ -1,3 +1,4 @@
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -24,3 +25,12 @@ def test_jacobian_is_symmetric_with_eigenvalues_between_minus_one_and_one():
     assert values[0] >= -1
     assert values[-1] <= 1 + 1e-12
     assert values[0] < 0.5
+
+
+@pytest.mark.parametrize("channels", [4, 16])
+def test_the_default_bound_is_close(channels):
+    """The contraction that the block uses has a norm near 1, on the domain where it is largest."""
+    block = exact(ts.CPLBlock2d(channels))
+    kernel = block.kernels[0].detach()
+    response = torch.fft.fft2(kernel, (60, 60)).permute(2, 3, 0, 1)
+    assert 0.88 < float(torch.linalg.svdvals(response).max()) <= 1

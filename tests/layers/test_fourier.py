@@ -19,7 +19,7 @@ TRANSPOSED = {
 }
 FEATURES = {
     "square": (False, (4, 4), 3, {}, (4, 6)),
-    "odd sizes": (False, (3, 3), 3, {}, (3, 5)),
+    "odd sizes": (False, (3, 3), 3, {}, (3, 9)),
     "fewer channels": (False, (5, 2), 3, {}, (4, 4)),
     "more channels": (False, (2, 5), 3, {}, (6, 4)),
     "stride": (False, (2, 8), 3, {"stride": 2}, (6, 6)),
@@ -63,6 +63,16 @@ def test_orthogonal_at_the_start_and_after_training(method, feature):
     assert distance_from_orthogonal(layer, shape) < 1e-11
 
 
+@pytest.mark.parametrize("feature", [name for name in FEATURES if "transposed" in name])
+def test_transposed_layers_have_plain_ones_for_one_size(method, feature):
+    layer, shape = make(method, feature)
+    plain = layer.at_size(*shape[1:])
+    x = torch.randn(2, *shape, dtype=torch.float64)
+    torch.testing.assert_close(plain(x), layer(x))
+    assert all(type(m).__module__.startswith("torch.nn") for m in plain.modules())
+    assert not any(p.requires_grad for p in plain.parameters() if p.ndim > 1)
+
+
 @pytest.mark.parametrize("feature", ["square", "fewer channels", "stride, many", "groups", "1-D", "3-D"])
 def test_adjoint_and_explicit_kernel(method, feature):
     layer, shape = make(method, feature)
@@ -73,7 +83,11 @@ def test_adjoint_and_explicit_kernel(method, feature):
     x = torch.randn(2, *shape, dtype=torch.float64)
     torch.testing.assert_close(plain(x), layer(x))
     assert all(type(m).__module__.startswith("torch.nn") for m in plain.modules())
-    assert layer.equivalent_kernel_size(*shape[1:]) == tuple(plain[1].kernel_size) == shape[1:]
+    assert tuple(plain[1].kernel_size) == shape[1:]
+    taps = plain[1].weight.detach().abs().amax((0, 1)) > 1e-12
+    counted = tuple(int(taps.any(tuple(b for b in range(taps.ndim) if b != a)).sum()) for a in range(taps.ndim))
+    assert layer.equivalent_kernel_size(*shape[1:]) == counted
+    assert (method == "eco") or counted == shape[1:]
 
 
 def test_it_is_a_convolution(method):
@@ -101,9 +115,9 @@ def test_any_size_at_run_time_and_one_cached_response(method, monkeypatch):
     original = layer._built
     monkeypatch.setattr(layer, "_built", lambda sizes: built.append(sizes) or original(sizes))
     with torch.no_grad():
-        for sizes in ((4, 4), (4, 4), (5, 7), (5, 7), (4, 4)):
+        for sizes in ((4, 4), (4, 4), (6, 9), (6, 9), (4, 4)):
             assert layer(torch.randn(1, 4, *sizes)).shape == (1, 4, *sizes)
-        assert built == [(4, 4), (5, 7), (4, 4)]
+        assert built == [(4, 4), (6, 9), (4, 4)]
         x = torch.randn(1, 4, 4, 4)
         before = layer(x)
         layer.weight.mul_(0.5).add_(0.1)
@@ -131,7 +145,7 @@ def test_habits(method):
     assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
     text = repr(layer)
     assert f"method={method}" in text
-    assert "equivalent kernel as large as the image" in text
+    assert "equivalent kernel " + ("of few taps" if method == "eco" else "as large as the image") in text
 
 
 def test_compiles_and_pickles(method):
@@ -162,7 +176,7 @@ def test_lot_is_the_inverse_root_and_says_when_there_is_none():
     torch.testing.assert_close(dense_without_bias(layer, (2, 5, 5)), left @ right)
     with torch.no_grad():
         layer.weight.zero_()
-    with pytest.raises(ArithmeticError, match="newton_schulz"):
+    with pytest.raises(ArithmeticError, match=r"method='lot' cannot .* full rank at .*reset_parameters"):
         layer(torch.zeros(1, 2, 4, 4, dtype=torch.float64))
 
 
@@ -189,6 +203,15 @@ def test_eco_has_few_taps_far_apart():
     assert set(map(tuple, kernel.abs().amax((0, 1)).gt(1e-12).nonzero().tolist())) == {
         (i, j) for i in (0, 2, 4) for j in (0, 3, 6)
     }
+    # Middle taps of the free kernel are used where three do not divide the size: only those have gradients.
+    layer.at_size(6, 9)
+    layer(torch.randn(1, 2, 8, 8, dtype=torch.float64)).square().sum().backward()
+    used = layer.weight.grad.abs().amax((0, 1, 2)) > 0
+    assert used.tolist() == [[True, True, False], [True, True, False], [False, False, False]]
+    wide = ts.FourierOrthoConv1d(2, 2, 5, method="eco", dtype=torch.float64)
+    (wide(torch.randn(1, 2, 9, dtype=torch.float64)) * torch.randn(2, 9)).sum().backward()
+    assert (wide.weight.grad.abs().amax((0, 1, 2)) > 0).tolist() == [False, True, True, True, False]
+    assert layer.equivalent_kernel_size(8, 9) == (2, 3)
     assert divisor_up_to(3, 8) == 2
     assert divisor_up_to(5, 3) == 3
     with pytest.raises(ValueError, match="has no meaning for method='eco'"):
@@ -211,8 +234,9 @@ def test_complex_matrices_as_real_ones():
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"method": "magic"}, "method='magic'"), ({"in_channels": 0}, "in_channels=0"), ({"groups": 3}, "groups=3"),
-        ({"stride": 0}, "stride=0"),
+        ({"method": "magic"}, "unknown method 'magic'"), ({"in_channels": 0}, "in_channels=0"),
+        ({"groups": 3}, "groups=3"), ({"stride": 0}, "stride=0"), ({"groups": 0}, "groups=0 must be at least 1"),
+        ({"method": "caley"}, "did you mean 'cayley'"), ({"method": "aoc"}, "'aoc' .* a method of OrthoConv1d"),
     ],
 )  # fmt: skip
 def test_bad_arguments(arguments, match):
@@ -236,3 +260,108 @@ def test_inputs_that_do_not_fit():
         layer(torch.zeros(1, 3, 4, 4))
     with pytest.raises(ValueError, match="must be"):
         ts.FourierOrthoConvTranspose2d(4, 4, 3)(torch.zeros(1, 3, 4, 4))
+    with pytest.raises(ValueError, match="no size being 0"):
+        ts.FourierOrthoConvTranspose2d(4, 4, 3)(torch.zeros(1, 4, 0, 4))
+    with pytest.raises(ValueError, match=r"sizes \(5, 5\) must be multiples of stride=\(2, 2\)"):
+        layer.at_size(5, 5)
+
+
+@pytest.mark.parametrize("name", ["FourierOrthoConv2d", "FourierOrthoConvTranspose2d", "SandwichConv2d"])
+def test_padding_is_refused_with_the_reason(name):
+    for option in ({"padding": 1}, {"padding_mode": "zeros"}):
+        with pytest.raises(TypeError, match=f"{name} got an unexpected .*{next(iter(option))}.* always circular"):
+            getattr(ts, name)(4, 4, 3, **option)
+    with pytest.raises(TypeError, match="'speed': there is no such argument"):
+        getattr(ts, name)(4, 4, 3, speed=3)
+
+
+@pytest.mark.parametrize("size", [7, 35])
+def test_eco_refuses_sizes_that_leave_one_tap(size):
+    layer = ts.FourierOrthoConv2d(2, 2, 3, method="eco")
+    with pytest.raises(ValueError, match=rf"size {size} of axis 1 .* kernel_size=3 .*use kernel_size="):
+        layer(torch.zeros(1, 2, 6, size))
+    with pytest.raises(ValueError, match=f"size {size}"):
+        layer.equivalent_kernel_size(6, size)
+    assert ts.FourierOrthoConv2d(2, 2, (3, 1), method="eco")(torch.zeros(1, 2, 6, size)).shape == (1, 2, 6, size)
+    assert layer(torch.zeros(1, 2, 6, 1)).shape == (1, 2, 6, 1)
+
+
+IMAGE_SIZED = {
+    "fourier": lambda: ts.FourierOrthoConv2d(4, 4, 3),
+    "transposed": lambda: ts.FourierOrthoConvTranspose2d(4, 4, 3),
+    "sandwich": lambda: ts.SandwichConv2d(4, 4, 3),
+    "sandwich, transposed": lambda: ts.SandwichConvTranspose2d(4, 4, 3),
+}
+
+
+@pytest.mark.parametrize("make_layer", IMAGE_SIZED.values(), ids=IMAGE_SIZED)
+class TestCache:
+    def test_fused_optimizers_are_seen(self, make_layer):
+        """They write without counting."""
+        layer, x = make_layer().eval(), torch.randn(2, 4, 4, 4)
+        optimizer = torch.optim.Adam(layer.parameters(), 0.1, fused=True)
+        with torch.no_grad():
+            before = layer(x)
+        layer(x).square().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            after = layer(x)
+            assert not torch.allclose(after, before)
+            torch.testing.assert_close(layer.train()(x), after)
+
+    def test_inference_mode_leaves_nothing_behind(self, make_layer):
+        layer, x = make_layer().eval().requires_grad_(False), torch.randn(2, 4, 4, 4)
+        with torch.inference_mode():
+            expected = layer(x)
+            torch.testing.assert_close(layer(x), expected)
+        x.requires_grad_()
+        y = layer(x)
+        torch.testing.assert_close(y, expected.clone())
+        y.sum().backward()
+        assert x.grad.isfinite().all()
+
+    def test_each_size_and_parameter_is_seen(self, make_layer):
+        layer = make_layer().eval()
+        with torch.no_grad():
+            for sizes in ((4, 4), (6, 4), (4, 4)):
+                x = torch.randn(1, 4, *sizes)
+                torch.testing.assert_close(layer(x), copy.deepcopy(layer).train()(x))
+            for parameter in layer.parameters():
+                x, before = torch.randn(1, 4, 4, 4), None
+                before = layer(x)
+                parameter.add_(torch.randn_like(parameter))
+                assert not torch.allclose(layer(x), before)
+
+    def test_copies_and_pickles_start_empty(self, make_layer):
+        layer, x = make_layer().eval(), torch.randn(1, 4, 4, 4)
+        with torch.no_grad():
+            expected = layer(x)
+            for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+                assert all(module.cache.weight is None for module in other.modules() if hasattr(module, "cache"))
+                torch.testing.assert_close(other(x), expected)
+
+
+SANDWICHES = {
+    "plain": (lambda **o: ts.SandwichConv2d(4, 6, 3, **o), (4, 4, 6)),
+    "stride": (lambda **o: ts.SandwichConv2d(2, 8, 3, 2, **o), (2, 6, 4)),
+    "groups": (lambda **o: ts.SandwichConv2d(4, 6, 3, (2, 1), groups=2, **o), (4, 4, 3)),
+    "transposed": (lambda **o: ts.SandwichConvTranspose2d(8, 2, 3, 2, **o), (8, 3, 2)),
+    "transposed groups": (lambda **o: ts.SandwichConvTranspose2d(4, 6, 3, groups=2, **o), (4, 3, 4)),
+    "1-D": (lambda **o: ts.SandwichConv1d(3, 4, 5, 2, **o), (3, 8)),
+    "3-D": (lambda **o: ts.SandwichConvTranspose3d(4, 2, 3, (1, 2, 1), **o), (4, 2, 3, 2)),
+}
+
+
+@pytest.mark.parametrize(("make_layer", "shape"), SANDWICHES.values(), ids=SANDWICHES)
+def test_sandwiches_have_plain_layers_for_one_size(make_layer, shape):
+    layer = make_layer(activation=nn.Tanh(), dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"layer.at_size\(\*sizes\) first"):
+        ts.to_torch(nn.Sequential(layer))
+    plain = layer.at_size(*shape[1:])
+    x = torch.randn(2, *shape, dtype=torch.float64)
+    torch.testing.assert_close(plain(x), layer(x))
+    torch.testing.assert_close(layer(x[0]), layer(x)[0])
+    assert all(type(m).__module__.startswith("torch.nn") for m in plain.modules())
+    if not layer.transposed and max(layer.stride) > 1:
+        with pytest.raises(ValueError, match="must be multiples of stride"):
+            layer.at_size(*(size + 1 for size in shape[1:]))

@@ -53,12 +53,14 @@ def test_equal_rows_and_zero_rows():
         head.free_tensors[0].copy_(torch.ones(2, 3))
         head.bias.copy_(torch.tensor([1.0, 0.0]))
     assert head.certified_radii(head(torch.randn(4, 3))).tolist() == [float("inf")] * 4
+    logits = torch.tensor([[1.0, 1.0], [0.0, 1.0]])
+    assert head.certified_radii(logits, torch.tensor([0, 0])).tolist() == [0.0, -float("inf")]
     with torch.no_grad():
         head.free_tensors[0].zero_()
     y = head(torch.randn(4, 3))
     y.sum().backward()
     assert head.free_tensors[0].grad.isfinite().all()
-    assert head.weight.norm() == 0
+    torch.testing.assert_close(head.weight.norm(dim=1), torch.ones(2))
 
 
 def test_torch_habits():

@@ -131,3 +131,25 @@ def test_shuffle_permutes_as_torch():
         ts.ChannelShuffle(4)(x)
     with pytest.raises(ValueError, match="groups=0"):
         ts.ChannelShuffle(0)
+
+
+@pytest.mark.parametrize("pool", [ts.L2NormPool2d(2), ts.L2NormPool2d(3, 2, 1), ts.GlobalL2NormPool()])
+@pytest.mark.parametrize("scale", [1e30, 1e20, 1e-10, 1e-22, 1e-30, 1e-40])
+def test_norms_at_every_scale(pool, scale):
+    x = (scale * torch.randn(2, 3, 5, 5, dtype=torch.float64)).float().requires_grad_()
+    y = pool(x)
+    torch.testing.assert_close(y.double(), pool(x.double()), atol=0, rtol=1e-4)
+    for index in range(y[0].numel()):
+        (gradient,) = torch.autograd.grad(y[0].flatten()[index], x, retain_graph=True)
+        assert gradient.norm() <= 1 + 1e-5
+        assert gradient.norm() > 0.99 * pool.overlap**-0.5 if hasattr(pool, "overlap") else gradient.norm() > 0.99
+
+
+def test_norms_of_windows_against_torch():
+    x = torch.randn(2, 3, 7, 8, dtype=torch.float64)
+    for size, stride, padding in ((2, 2, 0), ((3, 2), (2, 1), (1, 0)), (3, 3, 1)):
+        expected = torch.nn.functional.unfold(x.flatten(0, 1).unsqueeze(1), size, padding=padding, stride=stride).norm(
+            dim=1
+        )
+        pool = ts.L2NormPool2d(size, stride, padding)
+        torch.testing.assert_close(pool(x).reshape(expected.shape), expected * pool.overlap**-0.5)

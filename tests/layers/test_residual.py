@@ -47,6 +47,8 @@ def test_formulas():
     torch.testing.assert_close(block(x), (x + f(-2 * x)) / 3)
     torch.testing.assert_close(ts.ConvexResidual(f, weight=0.25)(x), 0.75 * x + 0.25 * f(x))
     torch.testing.assert_close(ts.L2Residual(f)(x), ((x.square() + f(x).square()) / 2).sqrt())
+    turned = ts.L2Residual(f, angle=0.3)(x)
+    torch.testing.assert_close(turned, ((0.95533649 * x).square() + (0.29552021 * f(x)).square()).sqrt())
     y = torch.randn(2, 6)
     torch.testing.assert_close(ts.ConcatResidual(f)(y), torch.cat((y[:, :3], f(y[:, 3:])), 1))
 
@@ -139,3 +141,28 @@ def test_depthwise_block_has_the_size_that_the_paper_counts():
 def test_errors(make, match):
     with pytest.raises(ValueError, match=match):
         make()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("scale", "skip"), [(1e5, 1.0), (1e30, 1.0), (1e-40, 1e-40), (1e-30, 1e-40), (0.0, 0.0)])
+def test_extreme_factors_stay_finite_and_never_amplify(dtype, scale, skip):
+    block = ts.LearnableResidual(nn.Tanh(), scale=scale, learnable_skip=True)
+    with torch.no_grad():
+        block.skip_scale.fill_(skip)
+    block = block.to(dtype)
+    x = torch.randn(50, 8, dtype=dtype, requires_grad=True)
+    y = block(x)
+    y.sum().backward()
+    assert y.isfinite().all()
+    assert x.grad.isfinite().all()
+    assert x.grad.abs().max() <= 1 + 4 * torch.finfo(dtype).eps
+    assert all(p.grad.isfinite().all() for p in block.parameters())
+
+
+def test_the_depthwise_block_is_what_the_paper_draws():
+    """Depthwise convolution, sorted pairs, pointwise convolution, and the skip; written out."""
+    block, x = ts.DepthwiseResidualBlock2d(4, scale=0.7), torch.randn(2, 4, 5, 5)
+    depthwise, _, pointwise = block.branch
+    hidden = depthwise(0.7 * x)
+    pairs = torch.stack((hidden[:, ::2].maximum(hidden[:, 1::2]), hidden[:, ::2].minimum(hidden[:, 1::2])), 2)
+    torch.testing.assert_close(block(x), (x + pointwise(pairs.flatten(1, 2))) / 1.7)

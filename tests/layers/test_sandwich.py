@@ -77,9 +77,34 @@ def test_fourier_layer_follows_the_size_of_the_input():
         first = layer(small)
         assert layer(large).shape == (1, 4, 6, 4)
         torch.testing.assert_close(layer(small), first)
-        held = layer.response._cache.weight
+        held = layer.response.cache.weight
         layer(small)
-        assert layer.response._cache.weight is held
+        assert layer.response.cache.weight is held
     # The layer commutes with shifts, as a convolution must.
     x = torch.randn(1, 3, 4, 5)
     torch.testing.assert_close(layer(x.roll((1, 2), (2, 3))), layer(x).roll((1, 2), (2, 3)), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e5, 1e7, 1e20, 1e37])
+@pytest.mark.parametrize("make", [lambda: ts.SandwichConv2d(4, 4, 3), lambda: ts.SandwichConvTranspose2d(8, 2, 3, 2)])
+def test_large_free_kernels_make_contractions_too(make, scale):
+    layer = make()
+    with torch.no_grad():
+        layer.response.free.normal_().mul_(scale)
+    before, after = (kernel.detach().to(torch.complex128) for kernel in layer.response((4, 4)))
+    values = torch.linalg.svdvals(torch.cat((after, before), -1) / 2**0.5)
+    assert (values - 1).abs().max() < 1e-5
+    x = torch.randn(2, layer.in_channels, 4, 4, requires_grad=True)
+    layer(x).square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+    assert norms(exact(layer), x[0].detach())[1] <= 1 + 1e-5
+
+
+def test_rows_are_orthonormal_to_rounding_in_float32():
+    """A fifth of what the solution of the linear system leaves: a Newton step takes off the rest."""
+    layer = ts.SandwichConv2d(32, 32, 3)
+    with torch.no_grad():
+        layer.response.free.mul_(100)
+    both = torch.cat([kernel.detach().to(torch.complex128) for kernel in layer.response((6, 6))], -1) / 2**0.5
+    eye = torch.eye(32, dtype=torch.complex128)
+    assert (both @ both.mH - eye).abs().max() < 1e-6

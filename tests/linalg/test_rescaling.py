@@ -82,7 +82,21 @@ def test_steps_tighten_the_bound_to_the_norm():
     bounds = [float(norm_bound(kernel, steps)) for steps in range(6)]
     assert bounds == sorted(bounds, reverse=True)
     assert bounds[0] < 2 * true
-    assert bounds[5] < 1.05 * true
+    assert bounds[5] < 1.06 * true
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 1, 3), (1, 1, 5), (1, 1, 2, 4), (2, 3, 3, 1)])
+def test_the_grid_never_misses_the_norm(shape):
+    """Kernels whose response peaks between the frequencies of the grid."""
+    for shift in torch.linspace(0, 1, 9, dtype=torch.float64):
+        phases = sum(torch.cos(3.0 * shift * torch.arange(k)).view(-1, *(1,) * (len(shape) - 3 - axis))
+                     for axis, k in enumerate(shape[2:]))  # fmt: skip
+        kernel = phases.expand(shape).contiguous()
+        axes = tuple(range(2, len(shape)))
+        response = torch.fft.fftn(kernel, (240,) * len(axes), dim=axes).movedim(axes, tuple(range(len(axes))))
+        true = float(torch.linalg.svdvals(response).max())
+        for steps in (0, 1, 2, 4):
+            assert float(norm_bound(kernel, steps)) >= true * (1 - 1e-12)
 
 
 def test_power_iteration_would_have_underestimated():
@@ -104,7 +118,7 @@ def test_scale_free_in_float32(scale, steps):
 
 
 def test_zeros_stay_zeros_with_finite_gradients():
-    for function in (norm_bound, contract_rows, unit_rows):
+    for function in (norm_bound, contract_rows):
         kernel = torch.zeros(3, 2, 2, requires_grad=True)
         value = function(kernel)
         assert value.abs().max() == 0
@@ -115,6 +129,26 @@ def test_zeros_stay_zeros_with_finite_gradients():
     kernel.requires_grad_()
     contract_rows(kernel).sum().backward()
     assert kernel.grad.isfinite().all()
+
+
+def test_rows_of_zeros_become_unit_rows():
+    rows = torch.zeros(3, 2, requires_grad=True)
+    unit = unit_rows(rows)
+    assert torch.equal(unit, torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]))
+    unit.sum().backward()
+    assert rows.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("function", [contract_rows, unit_rows, lambda k: k / norm_bound(k)])
+@pytest.mark.parametrize("scale", [1e-40, 1e-38, 1e-30, 1e30])
+def test_tiny_and_huge_kernels_have_exact_values_and_finite_gradients(function, scale):
+    kernel = torch.randn(4, 3)
+    free = (scale * kernel.double()).float().requires_grad_()
+    value = function(free)
+    torch.testing.assert_close(value, function(kernel), atol=1e-4, rtol=1e-3)
+    if function in (contract_rows, unit_rows):
+        (value * torch.randn(4, 3)).sum().backward()
+        assert free.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("function", [norm_bound, contract_rows, unit_rows])

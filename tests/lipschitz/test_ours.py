@@ -10,6 +10,7 @@ from torch import nn
 
 import trysquare as ts
 from tests.jacobians import norms, points, randomise
+from trysquare.export import with_fixed_weights
 from trysquare.layers.conv import AffineInverse
 from trysquare.lipschitz import NoRuleError
 from trysquare.lipschitz.registry import find_rule
@@ -148,8 +149,7 @@ CASES = {
 
 def frozen(layer):
     """The function of the weights as they are, rounded, in float64."""
-    rebuilt = (ts.FourierOrthoConv1d.__mro__[2],)
-    return ts.to_torch(layer, keep=rebuilt).double().eval().requires_grad_(False)
+    return with_fixed_weights(layer).double().eval()
 
 
 def largest_jacobian(layer, shape):

@@ -79,10 +79,58 @@ def test_a_larger_norm_rotates_further():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"kernel_size": 2}, "must be odd"), ({"terms": 0}, "terms=0"), ({"norm": 0.0}, "norm=0"),
-        ({"parsimonious": True}, "no parsimonious variant"),
+        ({"kernel_size": 2}, "must be odd"), ({"terms": 0}, "terms=0"), ({"terms": True}, "terms=True"),
+        ({"norm": 0.0}, "norm=0"), ({"norm": 50.0}, "norm=50.0 must be a number above 0 and at most 8"),
+        ({"norm": float("inf")}, "norm=inf"), ({"norm": float("nan")}, "norm=nan"), ({"norm": "a"}, "norm='a'"),
+        ({"norm": True}, "norm=True"), ({"parsimonious": True}, "no parsimonious variant"),
     ],
 )  # fmt: skip
 def test_refusals(options, match):
     with pytest.raises(ValueError, match=match):
         ts.OrthoConv2d(4, 4, **{"kernel_size": 3, "method": "soc", **options})
+
+
+@pytest.mark.parametrize("scale", [1e10, 1e25, 1e35])
+def test_large_free_kernels_still_rotate(scale):
+    layer = ts.OrthoConv2d(4, 4, 3, method="soc")
+    with torch.no_grad():
+        layer.free_tensors[0].normal_().mul_(scale)
+    assert distance_from_orthogonal(layer, (4, 6, 6)) < 1e-5
+    middle = layer.weight.detach()[..., 9, 9]
+    assert (middle - torch.eye(4)).abs().max() > 0.01
+    layer(torch.randn(1, 4, 6, 6)).square().sum().backward()
+    assert layer.free_tensors[0].grad.isfinite().all()
+
+
+def test_small_free_kernels_rotate_little():
+    """The norm is only ever scaled down: a small kernel is a small rotation, and none is the identity."""
+    layer = ts.OrthoConv2d(4, 4, 3, method="soc", dtype=torch.float64)
+    small = layer.parametrization.skew(1e-3 * layer.free_tensors[0].detach())[0]
+    assert torch.linalg.matrix_norm(circulant(small), 2) < 0.02
+    with torch.no_grad():
+        layer.free_tensors[0].zero_()
+    torch.testing.assert_close(dense(layer, (4, 6, 6)), torch.eye(144, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("norm", [3.0, 8.0])
+def test_the_largest_norm_is_within_its_error(norm):
+    layer = ts.OrthoConv1d(3, 3, 3, method="soc", norm=norm, dtype=torch.float64)
+    assert layer.truncation_error < 1e-6
+    assert distance_from_orthogonal(layer, (3, 8)) < layer.truncation_error + 1e-10
+
+
+def test_one_channel_learns_an_all_pass_filter():
+    """The exponential of an odd filter has modulus 1 at every frequency, and is no shift."""
+    layer = ts.OrthoConv1d(4, 4, 3, groups=4, method="soc", dtype=torch.float64)
+    assert distance_from_orthogonal(layer, (4, 12)) < layer.truncation_error + 1e-12
+    assert layer.weight.detach().abs().amax(-1).min() < 0.999
+    x, y = torch.randn(8, 4, 12, dtype=torch.float64), torch.randn(8, 4, 12, dtype=torch.float64)
+    optimizer = torch.optim.Adam(layer.parameters(), 0.05)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        losses.append((layer(x) - y).square().mean())
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    assert distance_from_orthogonal(layer, (4, 12)) < layer.truncation_error + 1e-12

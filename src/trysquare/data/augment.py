@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trysquare.data.naming import pick, require_known
 from trysquare.data.randaugment import RandAugment
 from trysquare.data.randomness import Randomness
+from trysquare.naming import pick, require_known
 
 Augmentation = Callable[[Tensor, Randomness], Tensor]
 """From float images ``(n, c, h, w)`` in [0, 1] to others of the same shape and range."""

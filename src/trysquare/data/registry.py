@@ -12,8 +12,8 @@ from trysquare.data.cifar import CIFAR10, CIFAR100, SHAPE, Cifar
 from trysquare.data.digits import read_digits
 from trysquare.data.folders import CHECKED, FolderSet, check_folder, read_imagenet, read_tiny_imagenet
 from trysquare.data.mnist import SIZE, read_mnist
-from trysquare.data.naming import pick, require_known
 from trysquare.data.sets import Images
+from trysquare.naming import pick, require_known
 
 SPLITS = ("train", "test")
 

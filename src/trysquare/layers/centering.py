@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trysquare.geometry import positive
 from trysquare.linalg.precision import at_least_float32
 
 
@@ -69,8 +70,7 @@ class BatchCentering(nn.Module):
         process_group: Any = None,
     ) -> None:
         super().__init__()
-        if not isinstance(num_features, int) or num_features < 1:
-            raise ValueError(f"num_features={num_features!r} must be a positive integer")
+        positive("num_features", num_features)
         self.num_features, self.momentum, self.process_group = num_features, momentum, process_group
         self.bias = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if bias else None
         self.register_buffer("running_mean", torch.zeros(num_features, device=device, dtype=dtype))
@@ -139,8 +139,7 @@ class LayerCentering(nn.Module):
         self, num_features: int, per_channel: bool = False, bias: bool = True, device: Any = None, dtype: Any = None
     ) -> None:
         super().__init__()
-        if not isinstance(num_features, int) or num_features < 1:
-            raise ValueError(f"num_features={num_features!r} must be a positive integer")
+        positive("num_features", num_features)
         self.num_features, self.per_channel = num_features, per_channel
         self.bias = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if bias else None
 

@@ -48,6 +48,7 @@ class _OrthogonalConvolution(ParametrizedWeight):
     _pads: Pads
     _application: Application
     _padding_argument: str | Size
+    _note: str
     _kernel_argument: tuple[int, ...]
 
     def _plan(
@@ -71,7 +72,7 @@ class _OrthogonalConvolution(ParametrizedWeight):
         kernel_size = chosen.full_kernel_size(*sizes, **options)
         transposed = isinstance(self, _TransposedConvolution)
         return ConvGeometry(
-            *channels, kernel_size, stride, dilation, groups, parsimonious, chosen.orthogonal, transposed
+            *channels, kernel_size, stride, dilation, groups, parsimonious, chosen.orthogonal, chosen.exact, transposed
         )
 
     def _finish(
@@ -88,7 +89,9 @@ class _OrthogonalConvolution(ParametrizedWeight):
         numbers = geometry.kernel_size, geometry.stride, geometry.dilation, geometry.groups
         self._application = Application(*numbers, self._pads, self.padding_mode, geometry.transposed)
         chosen: Any = find_method(method, options)
-        self._parametrize_weight(chosen(geometry, orthogonalizer, **options, **factory_of(self.weight)))
+        made = chosen(geometry, orthogonalizer, **options, **factory_of(self.weight))
+        self._note = f", {made.note}" if made.note else ""
+        self._parametrize_weight(made)
 
     def as_torch(self) -> nn.Module:
         """A plain layer of torch, and padding layers where torch has no argument for the padding."""
@@ -177,10 +180,8 @@ class _OrthogonalConvolution(ParametrizedWeight):
         )
         variant = ", parsimonious=True" if self.geometry.parsimonious else ""
         options = "".join(f", {name}={value}" for name, value in self.options.items())
-        if self._kernel_argument != self.geometry.kernel_size:
-            options += f", skew kernel {self._kernel_argument}, error < {self.truncation_error:.1e}"
         by = f", orthogonalizer={self.orthogonalizer}" if find_method(self.method).uses_orthogonalizer else ""
-        ours = f"method={self.method}{by}{variant}{options}"
+        ours = f"method={self.method}{by}{variant}{options}{self._note}"
         return f"{super().extra_repr()}{mode}, {ours}"
 
 
@@ -455,8 +456,8 @@ class OrthoConv2d(_Convolution, nn.Conv2d):
             ``trysquare.linalg.ORTHOGONALIZERS``.
         parsimonious: with a stride and no more outputs than inputs, use the paper's cheaper and
             less expressive kernel.
-        options: what the method has besides: ``terms`` and ``norm`` (``"soc"``), ``steps`` and ``q`` (``"aol"``),
-            ``rank`` (``"bro"``).
+        options: what the method has besides; ``trysquare.METHODS[method].options`` names them, and its class says
+            what they mean.
 
     Raises:
         ValueError: if no orthogonal layer has these numbers, naming them and a way out.

@@ -9,22 +9,134 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from trysquare.geometry import check_groups, per_axis
+from trysquare.geometry import Sizes, check_groups, per_axis
+from trysquare.layers.explicit import Application
 from trysquare.layers.pooling import depth_to_space, space_to_depth
-from trysquare.linalg.fourier import RESPONSES, apply_response, explicit_kernel, orthogonal_response
+from trysquare.linalg.fourier import RESPONSES, apply_response, eco_taps, explicit_kernel, orthogonal_response
 from trysquare.linalg.precision import at_least_float32
+from trysquare.naming import pick
+from trysquare.parametrizations import METHODS
 from trysquare.parametrizations.base import random_orthonormal
+from trysquare.parametrizations.upkeep import Caching
 
 Size = int | Sequence[int]
-_CIRCULAR_PAD: dict[int, Any] = {1: nn.CircularPad1d, 2: nn.CircularPad2d, 3: nn.CircularPad3d}
-_CONV: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
-class _FourierConvolution(nn.Module):
-    """Free kernel, response for the present size, and its cache."""
+class ImageSized(Caching):
+    """Numbers and inputs of a layer that is built anew for every size of the image, on a circular domain.
+
+    The convolution acts on the coarse side: after an invertible downsampling by the stride, or, in a transposed layer,
+    before an upsampling.
+    """
 
     dims: ClassVar[int]
     transposed: ClassVar[bool] = False
+
+    def _set_numbers(
+        self,
+        channels: tuple[int, int],
+        sizes: tuple[Size, Size, Size],
+        groups: int,
+        others: dict[str, Any],
+    ) -> None:
+        for name in others:
+            known = "the domain is always circular, and the output as large as the input / stride; leave it out"
+            why = known if name in ("padding", "padding_mode", "output_padding") else "there is no such argument"
+            raise TypeError(f"{self._get_name()} got an unexpected keyword argument {name!r}: {why}")
+        self.in_channels, self.out_channels = channels
+        check_groups(groups, in_channels=self.in_channels, out_channels=self.out_channels)
+        self.groups = groups
+        names = ("kernel_size", "stride", "dilation")
+        self.kernel_size, self.stride, self.dilation = (
+            per_axis(name, size, self.dims) for name, size in zip(names, sizes, strict=True)
+        )
+
+    @property
+    def _group_shape(self) -> tuple[int, int, int]:
+        """Groups, channels of a group on the coarse side, and on the fine side with all positions of a block."""
+        sides = (self.in_channels, self.out_channels) if self.transposed else (self.out_channels, self.in_channels)
+        coarse, fine = (side // self.groups for side in sides)
+        return self.groups, coarse, fine * prod(self.stride)
+
+    def _batched(self, x: Tensor) -> Tensor:
+        """The input with a batch axis.
+
+        Raises:
+            ValueError: if the shape is another one.
+        """
+        batched = x.unsqueeze(0) if x.ndim == self.dims + 1 else x
+        if batched.ndim != self.dims + 2 or batched.shape[1] != self.in_channels or 0 in batched.shape[2:]:
+            raise ValueError(
+                f"input of shape {tuple(x.shape)} must be (batch, {self.in_channels}, and {self.dims} sizes) or the "
+                "same without the batch, no size being 0"
+            )
+        return batched
+
+    def coarse_sizes(self, sizes: Sizes) -> Sizes:
+        """Sizes of the domain on which the convolution acts, for an input of the given sizes.
+
+        Raises:
+            ValueError: if the stride does not divide them.
+        """
+        if self.transposed:
+            return sizes
+        if any(size % s for size, s in zip(sizes, self.stride, strict=True)):
+            raise ValueError(
+                f"sizes {sizes} must be multiples of stride={self.stride}: downsampling would lose pixels; pad or crop "
+                "the input"
+            )
+        return tuple(size // s for size, s in zip(sizes, self.stride, strict=True))
+
+    def _to_coarse(self, x: Tensor) -> Tensor:
+        self.coarse_sizes(tuple(x.shape[2:]))
+        return x if self.transposed or max(self.stride) == 1 else space_to_depth(x, self.stride)
+
+    def _to_output(self, y: Tensor) -> Tensor:
+        return depth_to_space(y, self.stride) if self.transposed and max(self.stride) > 1 else y
+
+    def as_torch(self) -> nn.Module:
+        """There is no plain layer for every size.
+
+        Raises:
+            ValueError: always; ``at_size`` gives the plain layer for one size.
+        """
+        raise ValueError(
+            f"{self._get_name()} has a kernel as large as the image, so no plain layer is the same for every size; "
+            "replace it by layer.at_size(*sizes) first"
+        )
+
+    def at_size(self, *sizes: int) -> nn.Module:
+        """The same function in plain ``torch.nn`` layers, for inputs of the given sizes only.
+
+        Raises:
+            ValueError: if the layer does not take inputs of these sizes.
+        """
+        raise NotImplementedError
+
+
+def plain_layer(
+    response: Tensor, sizes: Sizes, stride: Sizes, transposed: bool, bias: Tensor | None, dtype: torch.dtype
+) -> nn.Module:
+    """Plain layers of torch for the blocks of a convolution on a coarse domain.
+
+    Args:
+        response: ``(*frequencies, g, n, m prod(stride))``, with inputs downsampled by the stride.
+        sizes: of the coarse domain.
+        stride: of the convolution.
+        transposed: whether it is the adjoint that is wanted, from ``n`` to ``m`` channels.
+        bias: of the layer.
+        dtype: of the layer.
+    """
+    kernel = depth_to_space(explicit_kernel(response, sizes).flatten(0, 1), stride)
+    fine = tuple(size * s for size, s in zip(sizes, stride, strict=True))
+    pads = tuple((0, size - s) for size, s in zip(fine, stride, strict=True))
+    application = Application(fine, stride, (1,) * len(sizes), response.shape[len(sizes)], pads, "circular")
+    application = application.adjoint() if transposed else application
+    return application.plain(kernel.detach().to(dtype).contiguous(), bias, training=False)
+
+
+class _FourierConvolution(ImageSized):
+    """Free kernel, response for the present size, and its cache."""
 
     def __init__(
         self,
@@ -39,24 +151,23 @@ class _FourierConvolution(nn.Module):
         dtype: Any = None,
         *,
         method: str = "cayley",
+        **others: Any,
     ) -> None:
         super().__init__()
-        if method not in RESPONSES:
-            raise ValueError(f"method={method!r} must be one of {', '.join(map(repr, RESPONSES))}")
-        check_groups(groups, in_channels=in_channels, out_channels=out_channels)
-        self.in_channels, self.out_channels, self.groups, self.method = in_channels, out_channels, groups, method
-        self.kernel_size = per_axis("kernel_size", kernel_size, self.dims)
-        self.stride = per_axis("stride", stride, self.dims)
-        self.dilation = per_axis("dilation", dilation, self.dims)
+        if method in METHODS:
+            raise ValueError(
+                f"method={method!r} makes small kernels: it is a method of OrthoConv1d, 2d and 3d, not of layers in "
+                f"the Fourier domain, which have {', '.join(RESPONSES)}"
+            )
+        pick(RESPONSES, method, "method")
+        self._set_numbers((in_channels, out_channels), (kernel_size, stride, dilation), groups, others)
+        self.method = method
         if method == "eco" and max(self.dilation) > 1:
             raise ValueError(
                 f"dilation={dilation!r} has no meaning for method='eco': its taps are always size / kernel_size apart"
             )
-        coarse, fine = (in_channels, out_channels) if self.transposed else (out_channels, in_channels)
-        shape = (groups, coarse // groups, fine // groups * prod(self.stride), *self.kernel_size)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(*self._group_shape, *self.kernel_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if bias else None
-        self._cached: tuple[Any, Tensor, Tensor] | None = None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -73,41 +184,64 @@ class _FourierConvolution(nn.Module):
             bound = (m * prod(taps)) ** -0.5
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def response(self, sizes: tuple[int, ...]) -> Tensor:
+    def response(self, sizes: Sizes) -> Tensor:
         """Orthonormal blocks on a coarse domain of the given sizes; kept in eval mode where no gradient is wanted."""
-        if self.training or torch.compiler.is_compiling() or (torch.is_grad_enabled() and self.weight.requires_grad):
+        if not self.may_cache([self.weight], self._parameters, ["weight"]):
             return self._built(sizes)
-        key = (sizes, id(self.weight), self.weight._version, self.weight.data_ptr(), self.weight.dtype)
-        if self._cached is None or self._cached[0] != key:
-            # Holding on to the free kernel keeps its memory from being reused: equal addresses mean the same memory.
-            self._cached = (key, self._built(sizes), self.weight.detach())
-        return self._cached[1]
+        return self.cache.kept(lambda: self._built(sizes), self._parameters, ["weight"], sizes)
 
-    def _built(self, sizes: tuple[int, ...]) -> Tensor:
+    def _built(self, sizes: Sizes) -> Tensor:
         exact = self.weight.to(at_least_float32(self.weight.dtype))
         return orthogonal_response(exact, sizes, self.dilation, self.method)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Apply the convolution, or its adjoint, to ``(b, in_channels, *sizes)``, or without the batch.
+
+        Raises:
+            ValueError: if the shape is another one, or the stride of a layer that makes maps smaller does not divide
+                the sizes.
+        """
+        coarse = self._to_coarse(self._batched(input))
+        response = self.response(tuple(coarse.shape[2:]))
+        y = self._to_output(self._convolved(coarse, response.mH if self.transposed else response)).to(input.dtype)
+        if self.bias is not None:
+            y = y + self.bias.view(-1, *(1,) * self.dims)
+        return y.squeeze(0) if input.ndim == self.dims + 1 else y
 
     def _convolved(self, x: Tensor, response: Tensor) -> Tensor:
         exact = x.to(at_least_float32(x.dtype))
         return apply_response(response.to(torch.promote_types(exact.dtype, torch.complex64)), exact, self.dims)
 
-    def _finished(self, y: Tensor, x: Tensor) -> Tensor:
-        y = y.to(x.dtype)
-        return y if self.bias is None else y + self.bias.view(-1, *(1,) * self.dims)
-
     def equivalent_kernel_size(self, *sizes: int) -> tuple[int, ...]:
-        """Size of the kernel on images of the given sizes: that of the image."""
-        return per_axis("sizes", sizes, self.dims)
+        """Taps of the kernel on each axis, for an input of the given sizes: as many as the finer map has positions.
 
-    def train(self, mode: bool = True) -> Any:
-        """Switch mode; a switch forgets the cached blocks."""
-        if mode != self.training:
-            self._cached = None
-        return super().train(mode)
+        ECO has fewer, which are spread over the whole map: on each axis, of the domain after the stride, the largest
+        divisor of its size that is at most ``kernel_size``.
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but the cache."""
-        return {**self.__dict__, "_cached": None}
+        >>> FourierOrthoConv2d(4, 4, 3, method="eco").equivalent_kernel_size(32, 33)
+        (2, 3)
+        """
+        taps = self.coarse_sizes(per_axis("sizes", sizes, self.dims))
+        if self.method == "eco":
+            taps = eco_taps(self.kernel_size, taps)
+        return tuple(count * s for count, s in zip(taps, self.stride, strict=True))
+
+    @torch.no_grad()
+    def at_size(self, *sizes: int) -> nn.Module:
+        """The same function in plain ``torch.nn`` layers, for inputs of the given sizes only.
+
+        Raises:
+            ValueError: if the layer does not take inputs of these sizes.
+
+        >>> layer = FourierOrthoConv2d(4, 8, 3, stride=2)
+        >>> x = torch.randn(1, 4, 6, 8)
+        >>> torch.allclose(layer.at_size(6, 8)(x), layer(x), atol=1e-5)
+        True
+        """
+        coarse = self.coarse_sizes(per_axis("sizes", sizes, self.dims))
+        built = self._built(coarse)
+        plain = plain_layer(built, coarse, self.stride, self.transposed, self.bias, self.weight.dtype)
+        return plain.train(self.training)
 
     def extra_repr(self) -> str:
         """Torch's line, and the truth about the kernel."""
@@ -119,39 +253,14 @@ class _FourierConvolution(nn.Module):
             )
             if value != usual
         )  # fmt: skip
+        kernel = "of few taps all over the image" if self.method == "eco" else "as large as the image"
         return (
             f"{self.in_channels}, {self.out_channels}, free kernel {self.kernel_size}, stride={self.stride}{extras}, "
-            f"method={self.method}, equivalent kernel as large as the image"
-        )
-
-    def as_torch(self) -> nn.Module:
-        """There is no plain layer for every size.
-
-        Raises:
-            ValueError: always; ``at_size`` gives the plain layer for one size.
-        """
-        raise ValueError(
-            f"{self._get_name()} has a kernel as large as the image, so no plain layer is the same for every size; "
-            "replace it by layer.at_size(*sizes) first"
+            f"method={self.method}, equivalent kernel {kernel}"
         )
 
 
 class _Plain(_FourierConvolution):
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Convolve ``(b, in_channels, *sizes)``, sizes divisible by the stride."""
-        x = input.unsqueeze(0) if input.ndim == self.dims + 1 else input
-        self._check(x)
-        coarse = space_to_depth(x, self.stride) if max(self.stride) > 1 else x
-        y = self._finished(self._convolved(coarse, self.response(tuple(coarse.shape[2:]))), input)
-        return y.squeeze(0) if input.ndim == self.dims + 1 else y
-
-    def _check(self, x: Tensor) -> None:
-        sizes = tuple(x.shape[2:])
-        if x.ndim != self.dims + 2 or x.shape[1] != self.in_channels:
-            raise ValueError(f"input of shape {tuple(x.shape)} must be (batch, {self.in_channels}, {self.dims} sizes)")
-        if any(size % s for size, s in zip(sizes, self.stride, strict=True)):
-            raise ValueError(f"sizes {sizes} must be multiples of stride={self.stride}: downsampling would lose pixels")
-
     def adjoint(self) -> Any:
         """The transposed layer, without bias, that shares the free kernel of this one."""
         twin = _TRANSPOSED[self.dims](
@@ -161,41 +270,9 @@ class _Plain(_FourierConvolution):
         twin.weight = self.weight
         return twin.train(self.training)
 
-    @torch.no_grad()
-    def at_size(self, *sizes: int) -> nn.Module:
-        """The same function in plain ``torch.nn`` layers, for images of the given sizes only.
-
-        >>> layer = FourierOrthoConv2d(4, 8, 3, stride=2)
-        >>> x = torch.randn(1, 4, 6, 8)
-        >>> torch.allclose(layer.at_size(6, 8)(x), layer(x), atol=1e-5)
-        True
-        """
-        sizes = per_axis("sizes", sizes, self.dims)
-        coarse = tuple(size // s for size, s in zip(sizes, self.stride, strict=True))
-        kernel = explicit_kernel(self._built(coarse), coarse)  # (g, n, m prod(s), *coarse)
-        flat = depth_to_space(kernel.flatten(0, 1), self.stride)
-        pads = [amount for size, s in zip(sizes[::-1], self.stride[::-1], strict=True) for amount in (0, size - s)]
-        plain = _CONV[self.dims](
-            self.in_channels, self.out_channels, sizes, self.stride, groups=self.groups, bias=self.bias is not None,
-            device="meta",
-        )  # fmt: skip
-        plain.weight = nn.Parameter(flat.to(self.weight.dtype).contiguous())
-        if self.bias is not None:
-            plain.bias = nn.Parameter(self.bias.detach().clone())
-        return nn.Sequential(_CIRCULAR_PAD[self.dims](tuple(pads)), plain).train(self.training)
-
 
 class _Transposed(_FourierConvolution):
     transposed = True
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Apply the adjoint of the convolution to ``(b, in_channels, *sizes)``: sizes grow by the stride."""
-        x = input.unsqueeze(0) if input.ndim == self.dims + 1 else input
-        if x.ndim != self.dims + 2 or x.shape[1] != self.in_channels:
-            raise ValueError(f"input of shape {tuple(x.shape)} must be (batch, {self.in_channels}, {self.dims} sizes)")
-        fine = self._convolved(x, self.response(tuple(x.shape[2:])).mH)
-        y = self._finished(depth_to_space(fine, self.stride) if max(self.stride) > 1 else fine, input)
-        return y.squeeze(0) if input.ndim == self.dims + 1 else y
 
 
 class FourierOrthoConv1d(_Plain):
@@ -215,7 +292,9 @@ class FourierOrthoConv2d(_Plain):
     Args:
         in_channels: channels of the input.
         out_channels: channels of the output.
-        kernel_size: size of the *free* kernel, from which the blocks are made.
+        kernel_size: size of the *free* kernel, from which the blocks are made. On each axis ``"eco"`` uses as many of
+            its taps as the largest divisor of the size (after the stride) that is at most ``kernel_size``: choose one
+            that divides the sizes. ``equivalent_kernel_size`` tells how many.
         stride: stride; must divide the input.
         dilation: spacing of the taps of the free kernel; not for ``"eco"``.
         groups: number of independent groups of channels.
@@ -225,7 +304,8 @@ class FourierOrthoConv2d(_Plain):
         method: ``"cayley"``, ``"lot"`` or ``"eco"``; see ``trysquare.linalg.fourier``.
 
     Raises:
-        ValueError: if an argument has no meaning.
+        ValueError: if an argument has no meaning, or at a forward pass, if ``"eco"`` would have one tap on an axis.
+        TypeError: for an argument of ``nn.Conv2d`` that it does not have, such as ``padding``.
         ArithmeticError: at a forward pass, if the free kernel has left the domain of the method.
 
     >>> layer = FourierOrthoConv2d(3, 16, 3, stride=2, method="lot")

@@ -8,13 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trysquare.geometry import positive
 from trysquare.layers.base import ParametrizedWeight, copy_weights, factory_of
+from trysquare.linalg.margins import least_radius
 from trysquare.linalg.rescaling import unit_rows
 from trysquare.parametrizations import Parametrization
 
 
 class UnitRows(Parametrization):
-    """A matrix with rows of norm 1, from a free matrix."""
+    """A matrix with rows of norm 1, from a free matrix; its rows of zeros count as rows of the identity."""
 
     def __init__(self, shape: tuple[int, int], **factory: Any) -> None:
         super().__init__(**factory)
@@ -74,9 +76,7 @@ class UnitNormLinear(ParametrizedWeight, nn.Linear):
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None
     ) -> None:
-        for name, size in (("in_features", in_features), ("out_features", out_features)):
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}={size!r} must be a positive integer")
+        in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
         super().__init__(in_features, out_features, bias, device, dtype)
         self._parametrize_weight(UnitRows((out_features, in_features), **factory_of(self.weight)))
 
@@ -101,16 +101,13 @@ class UnitNormLinear(ParametrizedWeight, nn.Linear):
             labels: classes whose decision is certified, ``(...)``; the largest logits if not given.
 
         Returns:
-            ``(...)`` in float64, negative where the label does not win.
+            ``(...)`` in float64, negative where the label does not win, 0 at a tie. Classes with equal rows differ
+            by the bias alone, which no input changes: they are no threat, or an infinite one.
         """
         values = logits.double()
         chosen = values.argmax(-1) if labels is None else labels
-        others = F.one_hot(chosen, self.out_features).logical_not()
         margins = values.gather(-1, chosen.unsqueeze(-1)) - values
-        norms = self.pairwise_norms()[chosen]
-        # Equal rows differ by the bias alone, which no input changes.
-        distant = torch.where(norms > 0, margins / torch.where(norms > 0, norms, 1.0), margins.sign() * torch.inf)
-        return torch.where(others, distant, torch.inf).amin(-1)
+        return least_radius(margins, self.pairwise_norms()[chosen], chosen)
 
     def as_torch(self) -> nn.Module:
         """A plain ``nn.Linear``."""

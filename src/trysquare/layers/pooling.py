@@ -8,44 +8,20 @@ not amplify. Where windows overlap, an input is read by up to ``overlap`` of the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import gcd, prod
+from math import prod
 from typing import Any, ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trysquare.geometry import per_axis
+from trysquare.geometry import per_axis, window_overlap
+from trysquare.linalg.norms import euclidean
 from trysquare.linalg.precision import at_least_float32
 
 Size = int | Sequence[int]
 
 _AVERAGE: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 _MAX: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-
-
-def window_overlap(kernel_size: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]) -> int:
-    """Largest number of windows that read the same input.
-
-    >>> from trysquare.layers.pooling import window_overlap
-    >>> window_overlap((3, 3), (2, 2), (1, 1))
-    4
-    """
-    axes = zip(kernel_size, stride, dilation, strict=True)
-    return prod(-(-k // (s // gcd(s, d))) for k, s, d in axes)
-
-
-def safe_sqrt(square: Tensor) -> Tensor:
-    """Square root whose gradient at 0 is 0, not infinite: a subgradient of the norm at its tip.
-
-    >>> from trysquare.layers.pooling import safe_sqrt
-    >>> x = torch.zeros(3, requires_grad=True)
-    >>> safe_sqrt(x.square().sum()).backward()
-    >>> x.grad
-    tensor([0., 0., 0.])
-    """
-    positive = square > 0
-    return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)
 
 
 class _Pool(nn.Module):
@@ -75,23 +51,23 @@ class _SumPool(_Pool):
     def __init__(self, kernel_size: Size, stride: Size | None = None, padding: Size = 0) -> None:
         super().__init__(kernel_size, stride, padding)
 
-    def _mean(self, x: Tensor) -> Tensor:
-        return _AVERAGE[self.dims](x, self.kernel_size, self.stride, self.padding)  # type: ignore[no-any-return]
-
 
 class _ScaledAvgPool(_SumPool):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Scaled mean of each window."""
-        return self._mean(input) * (prod(self.kernel_size) / self.overlap) ** 0.5
+        mean: Tensor = _AVERAGE[self.dims](input, self.kernel_size, self.stride, self.padding)
+        return mean * (prod(self.kernel_size) / self.overlap) ** 0.5
 
 
 class _L2NormPool(_SumPool):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Norm of each window, scaled where windows overlap."""
-        # Squares of float16 overflow beyond 255.
-        exact = input.to(at_least_float32(input.dtype))
-        total = self._mean(exact.square()) * (prod(self.kernel_size) / self.overlap)
-        return safe_sqrt(total).to(input.dtype)
+        pads = [pad for amount in reversed(self.padding) for pad in (amount, amount)]
+        windows = F.pad(input, pads).to(at_least_float32(input.dtype))
+        for axis, (size, stride) in enumerate(zip(self.kernel_size, self.stride, strict=True)):
+            windows = windows.unfold(input.ndim - self.dims + axis, size, stride)
+        norms = euclidean(windows.flatten(input.ndim)) * self.overlap**-0.5
+        return norms.to(input.dtype)
 
 
 class _LipschitzMaxPool(_Pool):
@@ -236,8 +212,7 @@ class GlobalL2NormPool(_GlobalPool):
     """
 
     def _pool(self, positions: Tensor) -> Tensor:
-        exact = positions.to(at_least_float32(positions.dtype))
-        return safe_sqrt(exact.square().sum(-1)).to(positions.dtype)
+        return euclidean(positions.to(at_least_float32(positions.dtype))).to(positions.dtype)
 
 
 class GlobalMaxPool(_GlobalPool):

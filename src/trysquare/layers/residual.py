@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trysquare.layers.pooling import safe_sqrt
+from trysquare.linalg.norms import euclidean
 from trysquare.linalg.precision import at_least_float32
 
 
@@ -74,13 +74,22 @@ class LearnableResidual(_Residual):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Weighted sum of skip and branch."""
-        skip_scale, scale = _exact(self.skip_scale), _exact(self.scale)
-        total = skip_scale.abs() + scale.abs()
-        # Both factors may be 0 in training; the sum of nothing is then 0 and not NaN.
-        share = torch.where(total > 0, 1 / torch.where(total > 0, total, 1.0), 0.0)
+        skip_scale, scale, share = self.factors(input.dtype)
         skip, branch = self._skip(input), self.branch(input * scale.to(input.dtype))
         _same_shape(skip, branch)
         return skip * (skip_scale * share).to(skip.dtype) + branch * share.to(branch.dtype)
+
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """``a1``, ``a2`` and ``1 / (|a1| + |a2|)`` for an input of this dtype, in float32 or better.
+
+        Neither factor is larger, nor their sum smaller (unless it is 0, and so then is the output), than the root of
+        the largest number of the dtype, or its inverse: products with them would leave the range.
+        """
+        limit = torch.finfo(dtype).max ** 0.5
+        skip_scale, scale = (_exact(factor).clamp(-limit, limit) for factor in (self.skip_scale, self.scale))
+        total = skip_scale.abs() + scale.abs()
+        share = torch.where(total > 0, 1 / torch.where(total > 0, total, 1.0).clamp_min(1 / limit), 0.0)
+        return skip_scale, scale, share
 
 
 class ConvexResidual(_Residual):
@@ -176,5 +185,5 @@ class L2Residual(_Residual):
         skip, branch = self._skip(input), self.branch(input)
         _same_shape(skip, branch)
         wide = at_least_float32(branch.dtype)
-        square = (skip.to(wide) * angle.cos()).square() + (branch.to(wide) * angle.sin()).square()
-        return safe_sqrt(square).to(branch.dtype)
+        both = torch.stack((skip.to(wide) * angle.cos(), branch.to(wide) * angle.sin()))
+        return euclidean(both, 0).to(branch.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from math import prod
 from typing import Any, ClassVar, Self
@@ -9,20 +10,23 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from trysquare.geometry import Sizes, check_groups, per_axis
+from trysquare.geometry import Sizes, per_axis
 from trysquare.layers.activations import with_slopes_in_unit_interval
 from trysquare.layers.base import keeping_precision
-from trysquare.layers.conv import Size
-from trysquare.layers.pooling import depth_to_space, space_to_depth
+from trysquare.layers.fourier import ImageSized, Size, plain_layer
 from trysquare.linalg.fourier import apply_response, free_response
 from trysquare.linalg.orthogonalize import cayley_rows
 from trysquare.linalg.precision import at_least_float32, full_precision
-from trysquare.linalg.rescaling import positive
+from trysquare.linalg.rescaling import limited, positive
 from trysquare.linalg.sandwich import sandwich_pair
-from trysquare.parametrizations.upkeep import WeightCache
+from trysquare.parametrizations.upkeep import Caching
+
+# Mean norm of the rows of a free kernel above which it is scaled down: far beyond it the rounding of the Cayley
+# transform, which grows with the square, would make it no contraction. At the start it is 1.
+_MOST = 30.0
 
 
-class FrequencyResponse(nn.Module):
+class FrequencyResponse(Caching):
     """Free kernel to ``√2 Ψ⁻¹ B`` and ``√2 Ψ A`` at each frequency of a domain, kept in eval until something changes.
 
     Free tensors stay in float32 or float64 when the layer is cast to a shorter dtype.
@@ -53,8 +57,6 @@ class FrequencyResponse(nn.Module):
         free = (groups, self.hidden, self.hidden + strided, *kernel_size)
         self.free = nn.Parameter(torch.empty(free, device=device, dtype=precise))
         self.free_psi = nn.Parameter(torch.empty(groups, self.hidden, device=device, dtype=precise))
-        self._cache = WeightCache()
-        self._sizes: Sizes = ()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -69,49 +71,31 @@ class FrequencyResponse(nn.Module):
 
     def forward(self, sizes: Sizes) -> tuple[Tensor, Tensor]:
         """``(*frequencies, groups, hidden, m)`` before the activation and, to be transposed, after it."""
-        if self._may_cache():
-            if not self._cache.fresh() or self._sizes != sizes:
-                self._cache.store(self._built(sizes), self._parameters)
-                self._sizes = sizes
-            assert self._cache.weight is not None
-            both = self._cache.weight
-        else:
-            both = self._built(sizes)
-        return self._ordered(both)
+        names = ("free", "free_psi")
+        if self.may_cache((self.free, self.free_psi), self._parameters, names):
+            return self._ordered(self.cache.kept(lambda: self._built(sizes), self._parameters, names, sizes))
+        return self._ordered(self._built(sizes))
 
     def _ordered(self, both: Tensor) -> tuple[Tensor, Tensor]:
         """The halves in the order in which they are applied."""
         plain, strided = both[..., : self.hidden], both[..., self.hidden :]
         return (plain, strided) if self.transposed else (strided, plain)
 
-    def _may_cache(self) -> bool:
-        if self.training or torch.compiler.is_compiling():
-            return False
-        tensors = (self.free, self.free_psi)
-        return not any(t.is_inference() or (torch.is_grad_enabled() and t.requires_grad) for t in tensors)
-
     def _built(self, sizes: Sizes) -> Tensor:
         with full_precision(self.free):
-            b, a = self._ordered(cayley_rows(free_response(self.free, sizes, self.dilation)))
+            bounded = limited(self.free, _MOST, dims=len(sizes))
+            b, a = self._ordered(cayley_rows(free_response(bounded, sizes, self.dilation)))
             before, after = sandwich_pair(a, b, self.psi)
             return torch.cat((before, after) if self.transposed else (after, before), -1)
 
-    def train(self, mode: bool = True) -> Self:
-        """Switch mode; a switch forgets what is kept."""
-        if mode != self.training:
-            self._cache.clear()
-        return super().train(mode)
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._cache.clear()
         return super()._apply(keeping_precision(fn, self.parameters()), recurse)
 
 
-class _FourierSandwich(nn.Module):
+class _FourierSandwich(ImageSized):
     """Constructor and forward pass of both convolutions; the hidden layer is on the coarse side."""
 
     dims: ClassVar[int] = 2
-    transposed: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -126,18 +110,14 @@ class _FourierSandwich(nn.Module):
         dtype: Any = None,
         *,
         activation: nn.Module | None = None,
+        **others: Any,
     ) -> None:
         super().__init__()
-        check_groups(groups, in_channels=in_channels, out_channels=out_channels)
-        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        self.kernel_size = per_axis("kernel_size", kernel_size, self.dims)
-        self.stride = per_axis("stride", stride, self.dims)
-        self.dilation = per_axis("dilation", dilation, self.dims)
+        self._set_numbers((in_channels, out_channels), (kernel_size, stride, dilation), groups, others)
         self.activation = with_slopes_in_unit_interval(activation)
-        fine, coarse = (out_channels, in_channels) if self.transposed else (in_channels, out_channels)
-        shape = (groups, coarse // groups, fine // groups * prod(self.stride))
+        shape = self._group_shape
         self.response = FrequencyResponse(shape, self.kernel_size, self.dilation, self.transposed, device, dtype)
-        self.bias = nn.Parameter(torch.empty(coarse, device=device, dtype=dtype)) if bias else None
+        self.bias = nn.Parameter(torch.empty(groups * shape[1], device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -153,14 +133,10 @@ class _FourierSandwich(nn.Module):
         Raises:
             ValueError: if a stride that makes maps smaller does not divide the sizes, or the shape is another one.
         """
-        if input.ndim != self.dims + 2 or input.shape[1] != self.in_channels:
-            raise ValueError(
-                f"input of shape {tuple(input.shape)} must be (batch, {self.in_channels}, and {self.dims} sizes)"
-            )
         with full_precision(input):
-            x = input.to(self.response.free.dtype)
-            y = self._on_coarse_grid(x if self.transposed else space_to_depth(x, self.stride))
-            return (depth_to_space(y, self.stride) if self.transposed else y).to(input.dtype)
+            coarse = self._to_coarse(self._batched(input)).to(self.response.free.dtype)
+            y = self._to_output(self._on_coarse_grid(coarse)).to(input.dtype)
+        return y.squeeze(0) if input.ndim == self.dims + 1 else y
 
     def _on_coarse_grid(self, x: Tensor) -> Tensor:
         before, after = self.response(tuple(x.shape[2:]))
@@ -168,6 +144,27 @@ class _FourierSandwich(nn.Module):
         if self.bias is not None:
             hidden = hidden + self.bias.to(hidden.dtype).view(-1, *(1,) * self.dims)
         return apply_response(after.mH, self.activation(hidden), self.dims)
+
+    @torch.no_grad()
+    def at_size(self, *sizes: int) -> nn.Module:
+        """The same function in plain layers with the activation between them, for inputs of the given sizes only.
+
+        Raises:
+            ValueError: if the layer does not take inputs of these sizes.
+
+        >>> layer = SandwichConv2d(4, 8, 3, stride=2)
+        >>> x = torch.randn(1, 4, 6, 8)
+        >>> torch.allclose(layer.at_size(6, 8)(x), layer(x), atol=1e-5)
+        True
+        """
+        coarse = self.coarse_sizes(per_axis("sizes", sizes, self.dims))
+        before, after = self.response(coarse)
+        dtype = self.response.free.dtype if self.bias is None else self.bias.dtype
+        one = (1,) * self.dims
+        down, up = (one, self.stride) if self.transposed else (self.stride, one)
+        first = plain_layer(before, coarse, down, False, self.bias, dtype)
+        second = plain_layer(after, coarse, up, True, None, dtype)
+        return nn.Sequential(first, copy.deepcopy(self.activation), second).train(self.training)
 
     def extra_repr(self) -> str:
         """Numbers of the layer."""
@@ -181,7 +178,7 @@ class SandwichConv(_FourierSandwich):
     """Sandwich convolution by Fourier and Cayley transforms, on a circular domain of any size. 1-Lipschitz.
 
     ``[A B]`` has orthonormal rows at every frequency. The kernels that do this are as large as the
-    feature map, which is why the layer has no plain export; ``SandwichAOCConv`` has small ones. In
+    feature map, so ``at_size`` exports plain layers for one size only; ``SandwichAOCConv`` has small ones. In
     eval the frequency response is kept until the parameters or the size of the input change. Two
     dimensions; ``SandwichConv1d`` and ``3d`` have one and three.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from trysquare.geometry import positive
+
 
 class ChannelShuffle(nn.ChannelShuffle):
     """``nn.ChannelShuffle`` for any number of axes behind the channels. Isometric: it permutes.
@@ -16,9 +18,7 @@ class ChannelShuffle(nn.ChannelShuffle):
     """
 
     def __init__(self, groups: int) -> None:
-        if not isinstance(groups, int) or groups < 1:
-            raise ValueError(f"groups={groups!r} must be a positive integer")
-        super().__init__(groups)
+        super().__init__(positive("groups", groups))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Interleave the groups."""

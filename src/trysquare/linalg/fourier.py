@@ -17,7 +17,8 @@ name        block                                         from
 
 ECO's kernel has ``k`` taps on an axis, ``size / k`` apart: its response repeats every ``k`` frequencies, so only
 ``prod(k)`` matrices have to be built. Such a kernel exists only if ``k`` divides the size; otherwise the largest
-divisor below ``k`` takes its place and the outer taps of the free kernel are not used.
+divisor below ``k`` takes its place and the outer taps of the free kernel are not used. Where that would leave a single
+tap of several, the size is refused.
 """
 
 from __future__ import annotations
@@ -96,9 +97,27 @@ def divisor_up_to(most: int, size: int) -> int:
     return next(k for k in range(min(most, size), 0, -1) if size % k == 0)
 
 
+def eco_taps(kernel_size: Sizes, sizes: Sizes) -> Sizes:
+    """How many taps ECO has on each axis of a domain of these sizes.
+
+    Raises:
+        ValueError: if a kernel of several taps would have one.
+    """
+    taps = tuple(divisor_up_to(k, size) for k, size in zip(kernel_size, sizes, strict=True))
+    for axis, (count, k, size) in enumerate(zip(taps, kernel_size, sizes, strict=True)):
+        if count == 1 < min(k, size):
+            divisor = next(d for d in range(2, size + 1) if size % d == 0)
+            raise ValueError(
+                f"method='eco' has taps size / k apart, and size {size} of axis {axis} (after the stride) has no "
+                f"divisor up to kernel_size={k} but 1: the kernel would be a single tap; use kernel_size={divisor}, "
+                f"pad or crop the input to a multiple of {k}, or use method='cayley' or 'lot'"
+            )
+    return taps
+
+
 def _eco(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
     dims = len(sizes)
-    periods = tuple(divisor_up_to(k, size) for k, size in zip(kernel.shape[-dims:], sizes, strict=True))
+    periods = eco_taps(tuple(kernel.shape[-dims:]), sizes)
     for axis, period in enumerate(periods, start=3):
         kernel = kernel.narrow(axis, (kernel.shape[axis] - period) // 2, period)
     free = _blocks(place_taps(kernel, periods, (1,) * dims), dims, half=False)
@@ -113,6 +132,13 @@ RESPONSES: dict[str, Callable[[Tensor, Sizes, Sizes], Tensor]] = {
     "cayley": _directly(cayley),
     "lot": _directly(newton_schulz),
     "eco": _eco,
+}
+
+_DOMAINS = {
+    "cayley": "entries of its response must stay below about 10 (float32) or 1e4 (float64)",
+    "lot": "its response must have full rank at every frequency, with condition number up to 1e6 (float32) or 1e10 "
+    "(float64)",
+    "eco": "entries of its response must stay below about 10 (float32) or 1e4 (float64)",
 }
 
 
@@ -133,7 +159,14 @@ def orthogonal_response(kernel: Tensor, sizes: Sizes, dilation: Sizes, method: s
             at some frequency for ``"lot"``.
     """
     with full_precision(kernel):
-        return RESPONSES[method](kernel, sizes, dilation)
+        try:
+            return RESPONSES[method](kernel, sizes, dilation)
+        except ArithmeticError:
+            raise ArithmeticError(
+                f"method={method!r} cannot make orthonormal blocks of this free kernel on a domain of {sizes}: "
+                f"{_DOMAINS[method]}. Draw it anew (layer.reset_parameters()) and train with smaller steps, or use "
+                "another method"
+            ) from None
 
 
 def apply_response(response: Tensor, x: Tensor, dims: int) -> Tensor:

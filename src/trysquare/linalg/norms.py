@@ -1,54 +1,40 @@
-"""Upper bounds of norms that gradients pass through, for parametrizations; ``bounds`` adds rounding and certifies."""
+"""Norms of vectors, and upper bounds of norms of operators, that gradients pass through; ``bounds`` certifies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import combinations
-from math import prod
+from math import cos, pi, prod
 
 import torch
 from torch import Tensor
 
-from trysquare.linalg.kernels import adjoint, compose
 from trysquare.linalg.precision import full_precision
 from trysquare.linalg.rescaling import gram, row_sums, scaled_to_one
 
 _SQUARINGS = 4
 
 
-def _gram_iteration(kernel: Tensor, squarings: int, dims: int, norm: Callable[[Tensor], Tensor]) -> Tensor:
-    """``‖K‖ = ‖A^(2^t)‖^(1 / 2^(t + 1))`` for ``A = K Kᵀ`` or ``KᵀK``, whichever has fewer channels.
+def euclidean(vectors: Tensor, dim: int = -1) -> Tensor:
+    """Norms along an axis, exact at every scale, with gradients of norm at most 1: 0 at 0, a subgradient at the tip.
 
-    The norm of the power is bounded by an easier one. Each squaring takes the square root of the factor by which that
-    is too large, and doubles the taps of the kernel that it is taken of.
+    Scaled before they are squared, so that squares neither overflow nor vanish.
 
-    Args:
-        kernel: ``(*batch, n, m, *k)``.
-        squarings: number ``t`` of squarings.
-        dims: number of kernel axes.
-        norm: upper bound ``(*batch)`` of the norms of symmetric operators ``(*batch, c, c, *l)``.
-
-    Returns:
-        ``(*batch)``, never below the norm by more than rounding; 0 for a kernel of zeros.
+    >>> from trysquare.linalg.norms import euclidean
+    >>> euclidean(torch.tensor([[3e30, 4e30], [3e-30, 4e-30]]))
+    tensor([5.0000e+30, 5.0000e-30])
     """
-    if squarings < 0:
-        raise ValueError(f"steps={squarings} must be at least 0")
-    with full_precision(kernel):
-        outputs, inputs = kernel.shape[-dims - 2 : kernel.ndim - dims]
-        wide, scale = scaled_to_one(kernel if outputs <= inputs else adjoint(kernel, dims=dims), dims=dims)
-        power, exponent = gram(wide, dims=dims), 0.5
-        # The norm is scale · ‖power‖^exponent: what is divided out is kept with its exponent.
-        for _ in range(squarings):
-            size = norm(power.detach())
-            size = torch.where(size > 0, size, 1.0)
-            power = power / size[(..., *(None,) * (dims + 2))]
-            power, scale, exponent = compose(power, power, dims=dims), scale * size**exponent, exponent / 2
-        bound = norm(power)
-        return torch.where(bound > 0, scale * torch.where(bound > 0, bound, 1.0) ** exponent, 0.0)
+    largest = vectors.detach().abs().amax(dim, keepdim=True).clamp_min(torch.finfo(vectors.dtype).tiny ** 0.75)
+    square = (vectors / largest).square().sum(dim)
+    above = square > 0
+    return torch.where(above, torch.where(above, square, 1.0).sqrt(), 0.0) * largest.squeeze(dim)
 
 
 def gram_norm_bound(matrix: Tensor, squarings: int = _SQUARINGS) -> Tensor:
-    """Upper bound of the largest singular value by Gram iteration, the norm of the power by that of Frobenius.
+    """Upper bound of the largest singular value by Gram iteration; differentiable.
+
+    ``‖M‖ = ‖A^(2^t)‖^(1 / 2^(t + 1))`` for ``A = M Mᴴ`` or ``MᴴM``, whichever is smaller. The norm of the power is
+    bounded by that of Frobenius and by its row sums; each squaring takes the square root of the factor by which that
+    is too large.
 
     ``trysquare.linalg.bounds.gram_bound`` is this in float64, with the rounding added.
 
@@ -57,20 +43,46 @@ def gram_norm_bound(matrix: Tensor, squarings: int = _SQUARINGS) -> Tensor:
         squarings: number ``t`` of squarings; the bound is at most ``min(n, m)^(1 / 2^(t + 2))`` times the norm.
 
     Returns:
-        ``(...)``, never below the norm by more than the rounding of the products.
+        ``(...)``, never below the norm by more than the rounding of the products; 0 for zeros.
     """
-    return _gram_iteration(matrix, squarings, 0, torch.linalg.matrix_norm)
+    if squarings < 0:
+        raise ValueError(f"steps={squarings} must be at least 0")
+    with full_precision(matrix):
+        wide = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mH
+        scale = wide.detach().abs().amax((-2, -1))
+        scale = torch.where(scale > 0, scale, 1.0)
+        wide = wide / scale[..., None, None]
+        power, exponent = torch.matmul(wide, wide.mH), 0.5
+        # The norm is scale · ‖power‖^exponent: what is divided out is kept with its exponent.
+        for _ in range(squarings):
+            size = _hermitian_bound(power.detach())
+            size = torch.where(size > 0, size, 1.0)
+            power = power / size[..., None, None]
+            power, scale, exponent = torch.matmul(power, power), scale * size**exponent, exponent / 2
+        bound = _hermitian_bound(power)
+        return torch.where(bound > 0, scale * torch.where(bound > 0, bound, 1.0) ** exponent, 0.0)
 
 
-def norm_bound(kernel: Tensor, steps: int = 1, *, dims: int | None = None) -> Tensor:
+def _hermitian_bound(matrix: Tensor) -> Tensor:
+    return torch.minimum(torch.linalg.matrix_norm(matrix), matrix.abs().sum(-1).amax(-1))
+
+
+def norm_bound(kernel: Tensor, steps: int = _SQUARINGS, *, dims: int | None = None) -> Tensor:
     """Upper bound of the norm of a convolution on every domain, or of a matrix; differentiable.
 
-    By Gram iteration, the norm of the power by its row sums, which unlike that of Frobenius bound convolutions too.
-    With more steps it comes as near to the norm as wanted; ``kernel_norm_bound`` does not, but is cheaper.
+    The norm is the largest of the frequency response. Its blocks are bounded by Gram iteration on a grid of ``N = (k -
+    1) (steps + 2)`` frequencies an axis. Between them, along one axis, ``uᴴ K(ω) v`` is a trigonometric polynomial of
+    degree ``d = (k - 1) / 2`` up to a phase, and one that is at most ``M`` and reaches it stays above ``M cos(d δ)``
+    within ``δ`` of that place (Duffin and Schaeffer). So the largest on the grid is at least ``cos(π d / N)`` of the
+    norm, for each axis. Row sums of ``K Kᵀ`` are a second bound, which kernels of one sign attain.
+
+    Measured for random 3x3 kernels of 16 and 64 channels: the norm is 0.93 of the bound with 4 steps, 0.8 with 2 at a
+    third of the cost.
+    ``kernel_norm_bound`` is cheaper and looser.
 
     Args:
         kernel: ``(*batch, n, m, *k)``, or a matrix.
-        steps: number of squarings.
+        steps: number of squarings, and fineness of the grid.
         dims: number of kernel axes; all but the first two axes unless given.
 
     Returns:
@@ -81,7 +93,25 @@ def norm_bound(kernel: Tensor, steps: int = 1, *, dims: int | None = None) -> Te
     tensor(1.)
     """
     dims = kernel.ndim - 2 if dims is None else dims
-    return _gram_iteration(kernel, steps, dims, lambda power: row_sums(power, dims=dims).amax(-1))
+    if not dims:
+        return gram_norm_bound(kernel, steps)
+    if steps < 0:
+        raise ValueError(f"steps={steps} must be at least 0")
+    taps = kernel.shape[kernel.ndim - dims :]
+    grid = [max(1, (k - 1) * (steps + 2)) for k in taps]
+    with full_precision(kernel):
+        scaled, largest = scaled_to_one(kernel, dims=dims)
+        response = torch.fft.rfftn(scaled, s=grid, dim=tuple(range(-dims, 0)))
+        blocks = response.movedim(tuple(range(-dims, 0)), tuple(range(dims)))  # (*frequencies, *batch, n, m)
+        most = gram_norm_bound(blocks.flatten(0, dims - 1), steps).amax(0)
+        missed = prod(cos(pi * (k - 1) / 2 / count) for k, count in zip(taps, grid, strict=True))
+        return largest * torch.minimum(most / missed, _row_sum_bound(scaled, dims))
+
+
+def _row_sum_bound(kernel: Tensor, dims: int) -> Tensor:
+    """Root of the largest row sum of ``K Kᵀ``: exact for kernels of one sign."""
+    square = row_sums(gram(kernel, dims=dims), dims=dims).amax(-1)
+    return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
 
 
 def kernel_norm_bound(kernel: Tensor, dims: int) -> Tensor:

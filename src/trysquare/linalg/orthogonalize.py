@@ -32,6 +32,8 @@ from torch.autograd.function import once_differentiable
 
 from trysquare.linalg.orthonormal import orthonormal_rows
 from trysquare.linalg.precision import apply_function, full_precision, host_can_look, unwrapped
+from trysquare.linalg.unitary import polish
+from trysquare.naming import pick
 
 _BJORCK_STEPS = {torch.float32: 50, torch.float64: 80}
 # Weakest singular value, relative to the bound that the matrix is divided by, that the Newton
@@ -73,11 +75,6 @@ def _checked(basis: Tensor, name: str, domain: str) -> Tensor:
                 "free matrix, or use orthogonalizer='cholesky', which is exact for every matrix"
             )
     return basis
-
-
-def _polished(basis: Tensor) -> Tensor:
-    """One Newton-Schulz step: squares what rounding left of the distance to an orthonormal matrix."""
-    return 1.5 * basis - 0.5 * torch.matmul(torch.matmul(basis, basis.mH), basis)
 
 
 _ENTRIES = "its domain is free matrices with entries up to about 10 (float32) or 1e4 (float64)"
@@ -150,7 +147,7 @@ def _newton_steps(basis: Tensor) -> Tensor:
         scale = min((3 / (1 + low + low * low)) ** 0.5, _NEWTON_MAX_SCALE)
         basis = 1.5 * scale * basis - 0.5 * scale**3 * torch.matmul(torch.matmul(basis, basis.mT), basis)
         low = min(0.5 * scale * x * (3 - scale**2 * x * x) for x in (low, 1.0))
-    return _polished(_polished(basis))
+    return polish(polish(basis))
 
 
 @on_rows
@@ -177,7 +174,7 @@ def cayley_rows(matrix: Tensor) -> Tensor:
     skew = upper - upper.mH + torch.matmul(lower.mH, lower)
     eye = torch.eye(n, dtype=matrix.dtype, device=matrix.device)
     both = torch.cat([eye - skew, -2 * lower], dim=-2)
-    return _polished(torch.linalg.solve_ex(eye + skew, both, left=False).result.mH)
+    return polish(torch.linalg.solve_ex(eye + skew, both, left=False).result.mH)
 
 
 @on_rows
@@ -192,7 +189,7 @@ def exponential(matrix: Tensor) -> Tensor:
     n, m = matrix.shape[-2:]
     square = torch.cat([matrix, matrix.new_zeros(*matrix.shape[:-2], m - n, m)], dim=-2)
     basis = torch.linalg.matrix_exp(square - square.mT)[..., :n, :]
-    return _checked(_polished(basis), "exponential", _ENTRIES)
+    return _checked(polish(basis), "exponential", _ENTRIES)
 
 
 def _unchanged(basis: Tensor) -> Tensor:
@@ -243,7 +240,4 @@ def orthogonalizer(name: str) -> Orthogonalizer:
     Raises:
         ValueError: if there is none of that name.
     """
-    try:
-        return ORTHOGONALIZERS[name]
-    except (KeyError, TypeError):
-        raise ValueError(f"orthogonalizer={name!r} must be one of {', '.join(map(repr, ORTHOGONALIZERS))}") from None
+    return pick(ORTHOGONALIZERS, name, "orthogonalizer")

@@ -15,19 +15,33 @@ from trysquare.linalg.kernels import adjoint, compose
 from trysquare.linalg.precision import full_precision
 
 
+def _divided(tensor: Tensor, largest: Tensor) -> Tensor:
+    """``tensor / largest`` for its largest entries, which have no gradient; zeros stay.
+
+    A function of the result does not depend on the scale of ``tensor``, so its gradient grows as ``1 / largest``. That
+    is held at what the dtype can express: below ``tiny^(3/4)`` values are exact, and gradients are those of
+    ``tensor / tiny^(3/4)``.
+    """
+    safe = torch.where(largest > 0, largest, 1.0)
+    damped = tensor / safe.clamp_min(torch.finfo(tensor.dtype).tiny ** 0.75)
+    return damped + (tensor.detach() / safe - damped.detach())
+
+
 def unit_rows(matrix: Tensor) -> Tensor:
-    """Divide each row of ``(..., n, m)`` by its norm; rows of zeros stay.
+    """Divide each row of ``(..., n, m)`` by its norm; rows of zeros become rows of the identity, repeated if need be.
 
     >>> from trysquare.linalg.rescaling import unit_rows
     >>> unit_rows(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
     tensor([[0.6000, 0.8000],
-            [0.0000, 0.0000]])
+            [0.0000, 1.0000]])
     """
     # Scaled first: squares of very small and very large rows would leave the range.
-    largest = matrix.detach().abs().amax(-1, keepdim=True)
-    scaled = matrix / torch.where(largest > 0, largest, 1.0)
+    scaled = _divided(matrix, matrix.detach().abs().amax(-1, keepdim=True))
     square = scaled.square().sum(-1, keepdim=True)
-    return scaled * torch.where(square > 0, square, 1.0).rsqrt()
+    n, m = matrix.shape[-2:]
+    column = torch.arange(m, device=matrix.device)
+    basis = (torch.arange(n, device=matrix.device).unsqueeze(-1) % m == column).to(matrix.dtype)
+    return torch.where(square > 0, scaled * torch.where(square > 0, square, 1.0).rsqrt(), basis)
 
 
 # Logarithms of free positive factors stay within this. Unbounded, one large step of an optimizer makes them overflow.
@@ -110,5 +124,20 @@ def scaled_to_one(kernel: Tensor, *, dims: int | None = None) -> tuple[Tensor, T
     """
     dims = kernel.ndim - 2 if dims is None else dims
     largest = kernel.detach().abs().flatten(kernel.ndim - dims - 2).amax(-1)
-    largest = torch.where(largest > 0, largest, 1.0)
-    return kernel / largest[(..., *(None,) * (dims + 2))], largest
+    return _divided(kernel, largest[(..., *(None,) * (dims + 2))]), torch.where(largest > 0, largest, 1.0)
+
+
+def limited(kernel: Tensor, most: float, *, dims: int | None = None) -> Tensor:
+    """Scale a kernel ``(*batch, n, m, *k)`` down if the norms of its rows have a root mean square above ``most``.
+
+    >>> from trysquare.linalg.rescaling import limited
+    >>> limited(torch.tensor([[3e30, 4e30]]), 10.0)
+    tensor([[6., 8.]])
+    """
+    dims = kernel.ndim - 2 if dims is None else dims
+    scaled, largest = scaled_to_one(kernel, dims=dims)
+    rows = kernel.shape[kernel.ndim - dims - 2]
+    size = torch.linalg.vector_norm(scaled.flatten(kernel.ndim - dims - 2), dim=-1) / rows**0.5
+    size = torch.where(size > 0, size, 1.0)
+    shape = (..., *(None,) * (dims + 2))
+    return torch.where((size > most / largest)[shape], scaled * (most / size)[shape], kernel)

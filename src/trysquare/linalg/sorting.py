@@ -60,8 +60,11 @@ def max_min(pairs: Tensor, dim: int) -> Tensor:
     tensor([[2., 1.],
             [4., 3.]])
     """
+    first, second = pairs.unbind(dim)
+    if torch.compiler.is_compiling():  # which does not trace functions with a rule for forward mode
+        swap = second > first
+        return torch.stack((torch.where(swap, second, first), torch.where(swap, first, second)), dim)
     if not torch.is_grad_enabled():
-        first, second = pairs.unbind(dim)
         return _ordered(first, second, dim)
     ordered: Tensor = apply_function(_MaxMin, pairs, dim)[0]
     return ordered

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from trysquare.export import to_torch
-from trysquare.layers.fourier import _FourierConvolution
+from trysquare.export import with_fixed_weights
 from trysquare.progress import track
 
 # Half the distance of the two points whose images confirm a slope, in multiples of the norm of the input plus 1: the
@@ -56,10 +55,10 @@ def lipschitz_lower_bound(
     True
     """
     _check_inputs(inputs)
-    # A response has no plain layer; its blocks are rebuilt in float64, which moves the value by their float32 rounding.
+    # Responses are no fixed weights: they are rebuilt in float64, which moves the value by their float32 rounding.
     with _without_history(model):
-        plain = to_torch(model, keep=(_FourierConvolution,)).eval().requires_grad_(False)
-        exact = to_torch(model, keep=(_FourierConvolution,)).double().eval().requires_grad_(False)
+        plain = with_fixed_weights(model).eval().requires_grad_(False)
+        exact = with_fixed_weights(model).double().eval().requires_grad_(False)
     x, direction = inputs.detach(), torch.randn_like(inputs)
     best, started = 0.0, time.monotonic()
     for step in track(range(ascent_steps + 1), "lower bound", ascent_steps + 1):

@@ -65,12 +65,20 @@ def n_activation(layer: activations.NActivation, shape: Shape) -> float:
 
 @rule(activations.Householder)
 def householder(layer: activations.Householder, shape: Shape) -> float:
-    """Folds by ``I - 2 v vᵀ``, of norm ``max(1, 2 |v|² - 1)`` for normals ``v`` that were rounded."""
+    """A fold by ``I - 2 v vᵀ``, of norm ``max(1, 2 |v|² - 1)`` for normals ``v`` that were rounded.
+
+    In order 2 four pieces, each of them a cosine and a sine that were rounded. The rounding of their borders moves the
+    output as that of any sum does.
+    """
     own_axis(layer.dim, shape)
-    half = 0.5 * layer.theta.detach().to(at_least_float32(layer.theta.dtype))
-    normals = torch.stack((half.sin(), -half.cos())).to(input_dtype())
-    folds = (2 * checked_weight(normals, "Householder").square().sum(0) - 1).clamp_min(1.0)  # (order, pairs)
-    return float(folds.prod(0).max()) * ROUND_UP**layer.order
+    theta = layer.theta.detach().to(at_least_float32(layer.theta.dtype))
+    if layer.order == 1:
+        normals = torch.stack(((theta / 2).sin(), (theta / 2).cos())).to(input_dtype())
+        square = 2 * checked_weight(normals, "Householder").square().sum(0) - 1
+        return float(square.clamp_min(1.0).max()) * ROUND_UP
+    checked_weight(theta, "Householder")
+    # cos² + sin² with a rounding error of half a unit in the last place of each.
+    return 1.0 + 2 * torch.finfo(input_dtype()).eps
 
 
 # In eval mode a translation.
@@ -100,17 +108,9 @@ def _shared_windows(layer: Any, shape: Shape) -> int:
     return math.prod(most_windows(*numbers) for numbers in axes)
 
 
-@rule(pooling._L2NormPool)
-def l2_norm_pool(layer: Any, shape: Shape) -> float:
-    """A norm is 1-Lipschitz in its window; an input counts once for each window that reads it."""
-    taps = math.prod(layer.kernel_size)
-    share = factor(taps / layer.overlap) / taps
-    return 1.0 if (square := share * _shared_windows(layer, shape)) == 1 else math.sqrt(square) * ROUND_UP
-
-
-@rule(pooling._LipschitzMaxPool)
-def lipschitz_max_pool(layer: Any, shape: Shape) -> float:
-    """A maximum is 1-Lipschitz in its window; an input counts once for each window that reads it."""
+@rule(pooling._L2NormPool, pooling._LipschitzMaxPool)
+def pool_of_windows(layer: Any, shape: Shape) -> float:
+    """A norm or maximum is 1-Lipschitz in its window; an input counts once for each window that reads it."""
     shared = _shared_windows(layer, shape)
     return 1.0 if shared == layer.overlap == 1 else factor(layer.overlap**-0.5) * math.sqrt(shared) * ROUND_UP
 
@@ -136,9 +136,7 @@ def _size(factor: Tensor, dtype: torch.dtype) -> float:
 def learnable_residual(layer: residual.LearnableResidual, shape: Shape) -> float:
     """``(|a1| L_skip + |a2| L_branch) / (|a1| + |a2|)``, each factor as it is rounded."""
     (skip, skip_dtype), (branch, branch_dtype) = _skip_bound(layer, shape), follow_part(layer.branch, shape)
-    skip_scale, scale = residual._exact(layer.skip_scale.detach()), residual._exact(layer.scale.detach())
-    total = skip_scale.abs() + scale.abs()
-    share = torch.where(total > 0, 1 / torch.where(total > 0, total, 1.0), 0.0)
+    skip_scale, scale, share = (factor.detach() for factor in layer.factors(input_dtype()))
     through = _size(scale, input_dtype()) * branch * _size(share, branch_dtype)
     return (_size(skip_scale * share, skip_dtype) * skip + through) * ROUND_UP
 

@@ -10,6 +10,8 @@ from collections.abc import Collection
 from typing import Any
 
 from trysquare.geometry import ConvGeometry
+from trysquare.linalg.fourier import RESPONSES
+from trysquare.naming import pick
 from trysquare.parametrizations.aoc import AOC
 from trysquare.parametrizations.aol import AOL
 from trysquare.parametrizations.base import Parametrization
@@ -31,6 +33,10 @@ METHODS: dict[str, type[Parametrization]] = {
 }
 
 
+# Those that blocks of several orthogonal kernels can be made of.
+BLOCK_METHODS = tuple(name for name, method in METHODS.items() if method.orthogonal and method.keeps_kernel_size)
+
+
 def find_method(name: str, options: Collection[str] = ()) -> type[Parametrization]:
     """The class of a method, if it has these options.
 
@@ -38,9 +44,12 @@ def find_method(name: str, options: Collection[str] = ()) -> type[Parametrizatio
         ValueError: if there is no method of that name.
         TypeError: if it has no such option.
     """
-    if name not in METHODS:
-        raise ValueError(f"method={name!r} must be one of {', '.join(map(repr, METHODS))}")
-    known = METHODS[name].options
+    if name in RESPONSES:
+        raise ValueError(
+            f"method={name!r} makes kernels as large as the image: it is a method of FourierOrthoConv1d, 2d and 3d, "
+            f"not of layers with small kernels, which have {', '.join(METHODS)}"
+        )
+    known = pick(METHODS, name, "method").options
     for option in options:
         if option not in known:
             takes = f"its options are {', '.join(known)}" if known else "it has no options"
@@ -52,19 +61,22 @@ def orthogonal_kernel(name: str, geometry: ConvGeometry, orthogonalizer: str, **
     """An orthogonal kernel of just this geometry, for blocks that are made of several.
 
     Raises:
-        ValueError: if the method is not orthogonal, or makes a kernel of another size.
+        ValueError: if the method is not one of ``BLOCK_METHODS``.
     """
-    chosen = find_method(name)
-    size = geometry.kernel_size
-    if not chosen.orthogonal or chosen.full_kernel_size(size, geometry.stride, geometry.dilation) != size:
-        raise ValueError(f"method={name!r} has no orthogonal kernel of exactly {size}; use method='aoc'")
-    return chosen(geometry, orthogonalizer, **factory)  # type: ignore[call-arg,arg-type]
+    if name not in BLOCK_METHODS:
+        find_method(name)
+        raise ValueError(
+            f"method={name!r} cannot be a part of a block, which needs orthogonal kernels of exactly the size that it "
+            f"asks for; use one of {', '.join(BLOCK_METHODS)}"
+        )
+    return METHODS[name](geometry, orthogonalizer, **factory)  # type: ignore[call-arg,arg-type]
 
 
 __all__ = [
     "AOC",
     "AOL",
     "BCOP",
+    "BLOCK_METHODS",
     "BRO",
     "METHODS",
     "RKO",

@@ -28,6 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trysquare.geometry import ConvGeometry
+from trysquare.geometry import positive as positive_integer
+from trysquare.linalg.rescaling import positive, scaled_to_one
 from trysquare.parametrizations.base import Parametrization, random_orthonormal
 
 _CORRELATE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -49,13 +51,15 @@ def _correlation(moving: Tensor, kernel: Tensor, step: tuple[int, ...]) -> Tenso
 class AOL(Parametrization):
     """1-Lipschitz kernel ``(out, in / groups, *k)`` from a free kernel of the same shape.
 
-    Free tensors: the kernel ``(g, n, m, *k)`` and, with ``q``, the logarithms ``(g, channels)`` of the weights.
+    Free tensors: the kernel ``(g, n, m, *k)`` and, with ``q``, bounded logarithms ``(g, channels)`` of the weights.
 
     Args:
         geometry: numbers of the layer.
         orthogonalizer_name: not used; there is no orthonormal matrix.
-        steps: how many times the kernel is rescaled; more come closer to singular values of 1.
-        q: whether the weights ``q`` of the sums are learned; 1 otherwise, as they are at the start.
+        steps: how many times the kernel is rescaled. A further step brings singular values closer to 1 where the
+            channels have been scaled unevenly, and changes little where they are balanced.
+        q: whether the weights ``q`` of the sums are learned; 1 otherwise, as they are at the start. They stay within
+            ``exp(±5)`` whatever the free tensor is.
         factory: device and dtype.
     """
 
@@ -67,10 +71,8 @@ class AOL(Parametrization):
         self, geometry: ConvGeometry, orthogonalizer_name: str, steps: int = 1, q: bool = True, **factory: Any
     ) -> None:
         super().__init__(**factory)
-        if not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"steps={steps!r} must be a positive integer")
         self.geometry, self.orthogonalizer = geometry, orthogonalizer_name
-        self.steps, self.q = steps, bool(q)
+        self.steps, self.q = positive_integer("steps", steps), bool(q)
         self._period = tuple(s // gcd(s, d) for s, d in zip(geometry.stride, geometry.dilation, strict=True))
 
     @property
@@ -110,11 +112,9 @@ class AOL(Parametrization):
 
     def build(self, *free: Tensor) -> Tensor:
         """Rescale ``steps`` times."""
-        kernel, *logarithms = free
-        # The result does not depend on the scale of the kernel; sums of products must not overflow.
-        largest = kernel.detach().abs().amax()
-        kernel = kernel / torch.where(largest > 0, largest, 1.0)
-        weights = logarithms[0].exp() if logarithms else kernel.new_ones(()).expand(self._channels(kernel))
+        # The result does not depend on the scale of a group; sums of products must not overflow.
+        kernel, _ = scaled_to_one(free[0], dims=self.geometry.dims)
+        weights = positive(free[1]) if self.q else kernel.new_ones(()).expand(self._channels(kernel))
         for _ in range(self.steps):
             kernel = (
                 self._scaled_outputs(kernel, weights) if self.scales_outputs else self._scaled_inputs(kernel, weights)

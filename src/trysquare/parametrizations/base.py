@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from trysquare.geometry import Sizes
 from trysquare.linalg.precision import at_least_float32, full_precision
 from trysquare.parametrizations.search import search_free_tensors
-from trysquare.parametrizations.upkeep import WeightCache, owned, tend
+from trysquare.parametrizations.upkeep import Caching, tend
 from trysquare.progress import track
 
 # Largest entry, in units of the dtype's rounding, by which an assigned weight and the one built for it may differ.
@@ -25,7 +25,7 @@ _ASSIGNMENT_STARTS = 64
 _ASSIGNMENT_SECONDS = 60.0
 
 
-class Parametrization(nn.Module, ABC):
+class Parametrization(Caching, ABC):
     """Free tensors to a weight.
 
     Subclasses say which free tensors there are (``free_shapes``), how they start (``draw``), what
@@ -44,6 +44,11 @@ class Parametrization(nn.Module, ABC):
     # Whether the weight of a layer is orthogonal in every geometry, so that geometries without an orthogonal kernel are
     # refused. Methods that are only 1-Lipschitz take every geometry.
     orthogonal: ClassVar[bool] = True
+    # Whether it is so exactly. Without a stride the only exactly orthogonal kernels of one channel are signed shifts,
+    # which leave nothing to learn; a method with a stated error has more.
+    exact: ClassVar[bool] = True
+    # Whether the weight has the size that is asked for, whatever the options.
+    keeps_kernel_size: ClassVar[bool] = True
     # Whether a free matrix is made orthonormal on the way, by an orthogonalizer that can be chosen.
     uses_orthogonalizer: ClassVar[bool] = True
     # Keyword arguments that the method has besides those of every method.
@@ -52,7 +57,6 @@ class Parametrization(nn.Module, ABC):
     def __init__(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
-        self.cache = WeightCache()
         self._slots: dict[str, Any] = {}
         self._tended_as = 0
         self._initial: Sequence[Tensor] | None = None
@@ -61,6 +65,11 @@ class Parametrization(nn.Module, ABC):
     def full_kernel_size(cls, kernel_size: Sizes, stride: Sizes, dilation: Sizes, **options: Any) -> Sizes:
         """Size of the weight that ``kernel_size`` asks for; another one only if the method says so."""
         return kernel_size
+
+    @property
+    def note(self) -> str:
+        """What the layer's line should say besides the method and its options."""
+        return ""
 
     @property
     def is_orthogonal(self) -> bool:
@@ -100,28 +109,15 @@ class Parametrization(nn.Module, ABC):
     def forward(self, *free: Tensor) -> Tensor:
         """The weight in the layer's dtype, from the cache where that is right."""
         self._be_tended()
-        if not self._may_cache(free):
+        if not self._slots or not self.may_cache(free, self._slots, self._slots):
             return self._built(free)
-        if not self.cache.fresh():
-            # Not an inference tensor even in inference mode: the next pass may want gradients of its input.
-            with torch.inference_mode(False), torch.no_grad():
-                self.cache.store(self._built(free), self._slots)
-        assert self.cache.weight is not None
-        return self.cache.weight
+        return self.cache.kept(lambda: self._built(free), self._slots, self._slots)
 
     def _be_tended(self) -> None:
         # A deep copy was never attached; its identity tells.
         if self._tended_as != id(self) and not torch.compiler.is_compiling():
             self._tended_as = id(self)
             tend(self)
-
-    def _may_cache(self, free: Sequence[Tensor]) -> bool:
-        if self.training or torch.compiler.is_compiling():
-            return False
-        grad = torch.is_grad_enabled()
-        return owned(free, self._slots) and not any(
-            tensor.is_inference() or (grad and tensor.requires_grad) for tensor in free
-        )
 
     @torch.no_grad()
     def keep_well_conditioned(self, trained: set[int]) -> None:
@@ -131,7 +127,8 @@ class Parametrization(nn.Module, ABC):
         that an optimizer takes of positions keep their meaning. Momentum is that of the old ones for a few steps.
         """
         free = list(self._slots.values())
-        if not free or not owned(free, self._slots) or not trained.issuperset(map(id, free)):
+        ours = all(type(tensor) is nn.Parameter for tensor in free)
+        if not free or not ours or not trained.issuperset(map(id, free)):
             return
         with full_precision(free[0]):
             for tensor, better in zip(free, self.reconditioned(*free), strict=True):
@@ -141,16 +138,6 @@ class Parametrization(nn.Module, ABC):
         with full_precision(free[0]):
             exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]
             return self.build(*exact).to(self.like.dtype)
-
-    def train(self, mode: bool = True) -> Parametrization:
-        """Switch mode; a switch forgets the cached weight."""
-        if mode != self.training:
-            self.cache.clear()
-        return super().train(mode)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Parametrization:
-        self.cache.clear()
-        return super()._apply(fn, recurse)
 
     def attach(self, module: nn.Module, name: str) -> None:
         """Make ``module.name`` this function of freshly drawn free tensors."""

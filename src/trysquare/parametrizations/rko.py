@@ -11,26 +11,15 @@ an orthogonal layer exists at all. Elsewhere it is 1-Lipschitz, for every number
 
 from __future__ import annotations
 
-from math import gcd, prod
+from math import prod
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from trysquare.geometry import ConvGeometry
+from trysquare.geometry import ConvGeometry, window_overlap
 from trysquare.linalg.orthogonalize import orthogonalizer
 from trysquare.parametrizations.base import Parametrization
 from trysquare.parametrizations.orthonormal import draw_for, free_for, reconditioned_for
-
-
-def overlap(geometry: ConvGeometry) -> int:
-    """How many windows read the same position, at most.
-
-    >>> from trysquare.geometry import ConvGeometry
-    >>> overlap(ConvGeometry(4, 4, (3, 3), (2, 1), (1, 1)))
-    6
-    """
-    axes = zip(geometry.kernel_size, geometry.stride, geometry.dilation, strict=True)
-    return prod(-(-k * gcd(s, d) // s) for k, s, d in axes)
 
 
 class RKO(Parametrization):
@@ -46,7 +35,8 @@ class RKO(Parametrization):
         self.geometry = geometry
         self.orthogonalizer = orthogonalizer_name
         self._apply_orthogonalizer = orthogonalizer(orthogonalizer_name).apply
-        self.scale: float = overlap(geometry) ** -0.5
+        overlap = window_overlap(geometry.kernel_size, geometry.stride, geometry.dilation)
+        self.scale: float = overlap**-0.5
 
     @property
     def is_orthogonal(self) -> bool:

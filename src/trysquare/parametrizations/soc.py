@@ -9,18 +9,21 @@ certified bound of its norm *before* it is made skew, which keeps it skew. Singu
 
 from __future__ import annotations
 
-from math import factorial, gcd, prod
+from itertools import accumulate, islice
+from math import gcd, prod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from trysquare.geometry import ConvGeometry, Sizes
+from trysquare.geometry import ConvGeometry, Sizes, positive
 from trysquare.linalg.kernels import adjoint, compose, exponential_kernel
 from trysquare.linalg.norms import kernel_norm_bound
 from trysquare.parametrizations.composed import Composed
 
 _TOLERANCE = 1e-6
+# An angle of pi reaches every rotation. The terms of the series add up to exp(norm), and with them their rounding.
+_LARGEST_NORM = 8.0
 _MOST_TERMS = 60
 
 
@@ -30,7 +33,8 @@ def truncation_error(norm: float, terms: int) -> float:
     >>> f"{truncation_error(1.0, 9):.1e}"
     '3.0e-07'
     """
-    return sum(norm**j / factorial(j) for j in range(terms + 1, terms + _MOST_TERMS))
+    sizes = accumulate(range(1, terms + _MOST_TERMS), lambda size, j: size * norm / j, initial=1.0)
+    return sum(islice(sizes, terms + 1, None))
 
 
 def enough_terms(norm: float, tolerance: float = _TOLERANCE) -> int:
@@ -53,12 +57,14 @@ class SOC(Composed):
         orthogonalizer_name: how the matrix is made orthonormal.
         terms: degree of the Taylor polynomial; by default as many as make the error less than 1e-6. Fourteen make it
             less than 1e-12, for float64.
-        norm: bound of the norm of the skew kernel, that is of the angles by which it rotates. Larger reaches more and
-            takes more terms.
+        norm: bound of the norm of the skew kernel, that is of the angles by which it rotates; at most 8. Larger
+            reaches more and takes more terms; pi reaches every angle.
         factory: device and dtype.
     """
 
     options: ClassVar[tuple[str, ...]] = ("terms", "norm")
+    exact: ClassVar[bool] = False
+    keeps_kernel_size: ClassVar[bool] = False
     brings_matrix = True
 
     def __init__(
@@ -91,13 +97,19 @@ class SOC(Composed):
                 f"kernel_size={kernel_size} must be odd for method='soc': a skew kernel has a tap at -j for each tap "
                 "at j; use the next odd size"
             )
-        if not norm > 0:
-            raise ValueError(f"norm={norm!r} must be positive")
-        if terms is not None and (not isinstance(terms, int) or terms < 1):
-            raise ValueError(f"terms={terms!r} must be a positive integer")
-        count = enough_terms(norm) if terms is None else terms
+        if isinstance(norm, bool) or not isinstance(norm, int | float) or not 0 < norm <= _LARGEST_NORM:
+            raise ValueError(
+                f"norm={norm!r} must be a number above 0 and at most {_LARGEST_NORM:.0f}: it bounds the angles of the "
+                "rotation, and pi reaches all of them"
+            )
+        count = enough_terms(norm) if terms is None else positive("terms", terms)
         axes = zip(kernel_size, stride, dilation, strict=True)
         return tuple(1 if k == 1 else s // gcd(s, d) + count * (k - 1) for k, s, d in axes)
+
+    @property
+    def note(self) -> str:
+        """The argument that became another kernel size, and how exact that is."""
+        return f"skew kernel {self.skew_size}, error < {self.truncation_error:.1e}"
 
     @property
     def truncation_error(self) -> float:

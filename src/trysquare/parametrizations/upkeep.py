@@ -6,9 +6,11 @@ optimizers do not count), happens at the same time on all ranks of a distributed
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Self
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -50,7 +52,7 @@ def continue_from(optimizer: Optimizer, steps: int) -> None:
 
 
 class WeightCache:
-    """One weight, with what it was built from. A copy starts empty.
+    """One tensor, with what it was built from, and for which ``key``. A copy starts empty, and so does a pickled one.
 
     The sources are remembered as slots of the module that holds them, so that a tensor that was replaced, moved or
     written to is seen. Holding on to the tensors keeps their memory from being reused, so that equal addresses mean the
@@ -63,19 +65,31 @@ class WeightCache:
     def clear(self) -> None:
         """Forget the weight."""
         self.weight: Tensor | None = None
+        self._key: Any = None
         self._version = self._steps = 0
         self._held: list[Tensor] = []
         self._slots: list[tuple[dict[str, Any], str, Tensor, int, int]] = []
 
-    def store(self, weight: Tensor, slots: dict[str, Any]) -> None:
-        """Remember ``weight`` as made from the tensors in ``slots``."""
-        self.weight, self._version, self._steps = weight, weight._version, _steps_of_all
-        self._slots = [(slots, name, source, source._version, source.data_ptr()) for name, source in slots.items()]
-        self._held = [source.detach() for source in slots.values()]
+    def kept(self, build: Callable[[], Tensor], slots: dict[str, Any], names: Iterable[str], key: Any = None) -> Tensor:
+        """The weight for ``key``, built from the tensors in ``slots`` of these names unless it is there already."""
+        if not self.fresh(key):
+            # Not an inference tensor even in inference mode: the next pass may want gradients of its input.
+            with torch.inference_mode(False), torch.no_grad():
+                self._store(build(), slots, names, key)
+        assert self.weight is not None
+        return self.weight
 
-    def fresh(self) -> bool:
-        """Whether there is a weight, it was not written to, and everything that it was built from is as it was."""
+    def _store(self, weight: Tensor, slots: dict[str, Any], names: Iterable[str], key: Any) -> None:
+        self.weight, self._version, self._steps, self._key = weight, weight._version, _steps_of_all, key
+        sources = [(name, slots[name]) for name in names]
+        self._slots = [(slots, name, source, source._version, source.data_ptr()) for name, source in sources]
+        self._held = [source.detach() for _, source in sources]
+
+    def fresh(self, key: Any = None) -> bool:
+        """Whether there is a weight for ``key``, not written to, and what it was built from is as it was."""
         if self.weight is None or self._steps != _steps_of_all or self.weight._version != self._version:
+            return False
+        if key != self._key:
             return False
         for slots, name, source, version, address in self._slots:
             if slots[name] is not source or source._version != version:
@@ -84,12 +98,38 @@ class WeightCache:
                 return False
         return True
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
-        return WeightCache()
+    def __reduce__(self) -> Any:
+        return WeightCache, ()
 
 
-def owned(tensors: Any, slots: dict[str, Any]) -> bool:
-    """Whether ``tensors`` are the parameters in ``slots``, not tensors that somebody else put there for one call."""
-    return all(
-        tensor is slot and type(tensor) is nn.Parameter for tensor, slot in zip(tensors, slots.values(), strict=True)
-    )
+class Caching(nn.Module):
+    """A module that builds a tensor from free ones, and in eval mode keeps it while nothing changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = WeightCache()
+
+    def may_cache(self, free: Iterable[Tensor], slots: dict[str, Any], names: Iterable[str]) -> bool:
+        """Whether what is built from ``free`` may be kept: they are the parameters in ``slots``, and need no gradient.
+
+        Not tensors that somebody else put there for one call.
+        """
+        if self.training or torch.compiler.is_compiling():
+            return False
+        grad = torch.is_grad_enabled()
+        return all(
+            tensor is slots[name]
+            and type(tensor) is nn.Parameter
+            and not (tensor.is_inference() or (grad and tensor.requires_grad))
+            for tensor, name in zip(free, names, strict=True)
+        )
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch mode; a switch forgets what is kept."""
+        if mode != self.training:
+            self.cache.clear()
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.cache.clear()
+        return super()._apply(fn, recurse)

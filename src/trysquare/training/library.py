@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from trysquare.data.naming import require_known
+from trysquare.naming import require_known
 from trysquare.training.recipe import Recipe, as_mapping, resolve, yaml
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trysquare.data.naming import pick
+from trysquare.naming import pick
 
 Schedule = Callable[[float], float]
 """From the share of the training after warm-up that is done to a factor of the learning rate."""

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from trysquare.certification import EPSILONS
 from trysquare.data import DATASETS, augmentations
-from trysquare.data.naming import pick, require_known
 from trysquare.losses import LOSSES
 from trysquare.models import MODELS
+from trysquare.naming import pick, require_known
 from trysquare.training.optimizers import OPTIMIZERS
 from trysquare.training.values import convert
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from trysquare.attacks import AttackReport, attack_report, autoattack_l2, pgd_l2
 from trysquare.auditing import AuditReport, audit
 from trysquare.certification import Certificate, certify
-from trysquare.data.naming import pick
 from trysquare.export import FORMATS, export
+from trysquare.naming import pick
 from trysquare.training.run import Run
 
 ATTACKS: dict[str, Callable[..., Tensor]] = {
