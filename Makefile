@@ -32,6 +32,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/spectrum.py
+	$(BIN)/python benchmarks/methods.py
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

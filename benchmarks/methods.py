@@ -1,11 +1,11 @@
-"""Cost of every method against a plain ``nn.Conv2d`` of the same shape.
+"""Cost of every method and block against a plain ``nn.Conv2d`` of the same shape.
 
     python benchmarks/methods.py [--channels 32] [--size 16] [--batch 8] [--picture methods.png]
 
-For each method: building the weight (forward and backward of the weight alone; for the methods in the Fourier domain
-the response at that image size), one training step (forward and backward of the layer), the forward pass in eval mode,
-and the bytes that autograd keeps for backward. Layers are measured in turns; times depend on the machine, so look at
-the ratios to ``nn.Conv2d``. The picture needs matplotlib.
+For each method: building the weight (forward and backward of the weight alone; in the Fourier domain the response at
+that image size; all kernels of a block), one training step (forward and backward of the layer), the forward pass in
+eval mode, and the bytes that autograd keeps for backward. Layers are measured in turns; times depend on the machine, so
+look at the ratios to ``nn.Conv2d``. The picture needs matplotlib.
 """
 
 from __future__ import annotations
@@ -30,15 +30,23 @@ def layers(channels: int, stride: int) -> dict[str, nn.Module]:
     made: dict[str, nn.Module] = {"nn.Conv2d": nn.Conv2d(*shape, padding=1, padding_mode="circular")}
     made |= {name: ts.OrthoConv2d(*shape, method=name) for name in ts.METHODS}
     made |= {name: ts.FourierOrthoConv2d(*shape, method=name) for name in RESPONSES}
-    return made
+    if stride == 1:  # these keep the shape
+        made |= {"SLL": ts.SLLBlock2d(channels), "CPL": ts.CPLBlock2d(channels)}
+    made |= {"SLL-AOC": ts.SLLAOCBlock2d(*shape), "Sandwich-AOC": ts.SandwichAOCConv2d(*shape)}
+    return made | {"Sandwich": ts.SandwichConv2d(*shape)}
 
 
 def build(layer: nn.Module, size: int) -> Callable[[], Any]:
     """Make what the layer convolves with, and take its gradient."""
-    if isinstance(layer, ts.FourierOrthoConv2d):
+    if hasattr(layer, "response"):
         coarse = (size // layer.stride[0], size // layer.stride[1])
-        return lambda: layer.response(coarse).abs().sum().backward()
-    if isinstance(layer, ts.OrthoConv2d):
+
+        def call() -> None:
+            made = layer.response(coarse)
+            sum(part.abs().sum() for part in (made if isinstance(made, tuple) else (made,))).backward()
+
+        return call
+    if hasattr(layer, "free_tensors"):
         direction = torch.randn_like(layer.weight)
         return lambda: layer.weight.backward(direction)
     return lambda: None
