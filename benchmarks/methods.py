@@ -98,10 +98,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def build(layer: nn.Module, size: int) -> Callable[[], Any]:
     """Make what the layer convolves with, and take its gradient; nothing for layers without one weight."""
-    if isinstance(layer, ts.FourierOrthoConv2d):
+    if hasattr(layer, "response"):
         coarse = (size // layer.stride[0], size // layer.stride[1])
-        return lambda: layer.response(coarse).abs().sum().backward()
-    if isinstance(layer, nn.Conv2d) and layer.weight.grad_fn is not None:
+
+        def call() -> None:
+            made = layer.response(coarse)
+            sum(part.abs().sum() for part in (made if isinstance(made, tuple) else (made,))).backward()
+
+        return call
+    if hasattr(layer, "free_tensors") or (isinstance(layer, nn.Conv2d) and layer.weight.grad_fn is not None):
         return lambda: layer.weight.sum().backward()
     return lambda: None
 

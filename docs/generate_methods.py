@@ -63,7 +63,7 @@ FEATURES: dict[str, list[tuple[bool, tuple[int, int], Any, dict[str, Any], tuple
         (False, (4, 4), 3, {"dilation": (1, 2), "groups": 2}, (4, 5)),
     ],
     "1-D": [(False, (4, 4), 3, {}, (6,))],
-    "2-D": [(False, (4, 4), 3, {}, (5, 5))],
+    "2-D": [(False, (4, 4), 3, {}, (3, 9))],
     "3-D": [(False, (2, 2), (1, 3, 3), {}, (2, 3, 3))],
 }
 NOTES = {
@@ -83,7 +83,9 @@ NOTES = {
     "`k` taps has only `prod(k)` degrees of freedom for the blocks of all frequencies), so it depends on the size of "
     "the image: the blocks are rebuilt when that changes, and `layer.at_size(h, w)` exports plain layers for one size.",
     "eco": "`eco` has no dilation to choose: its response repeats every `k` frequencies, and a response of period `k` "
-    "belongs to taps exactly `size / k` apart (the Poisson summation formula on a circular domain).",
+    "belongs to taps exactly `size / k` apart (the Poisson summation formula on a circular domain): at most `prod(k)` "
+    "of them, all over the image. On an axis whose size `k` does not divide there are fewer, the largest divisor up to "
+    "`k` (`layer.equivalent_kernel_size(h, w)` tells), and a size that would leave one is refused.",
     "block": "Blocks with an activation of slopes `D` between 0 and 1 inside, 1-Lipschitz for every `D`; checked on "
     "dense Jacobians. None is orthogonal: the eigenvalues of `I - 2 MᵀDM` are 1 and -1 only where `MᵀDM` is a "
     "projector, and a sandwich `2 AᵀDB` loses what `D = 0` cuts off. A transposed block has, at the same slopes, the "
@@ -91,8 +93,8 @@ NOTES = {
     "step": "`x - 2 Kᵀ σ(K x + b)` adds to its own input, so that its output has the input's channels and size: there "
     "is neither a change of channels nor a stride, alone or with groups or dilation. `SLL-AOC` puts orthogonal kernels "
     "around it, which change both. Its Jacobian `I - 2 KᵀDK` is symmetric (checked): the block is its own transpose.",
-    "sandwich": "`Sandwich` makes `[A B]` at each frequency, so its kernels are as large as the image, and no plain "
-    "layer is the same for every size; `Sandwich-AOC` has kernels of size `k`.",
+    "sandwich": "`Sandwich` makes `[A B]` at each frequency, so its kernels are as large as the image, and plain "
+    "layers are the same for one size only (`layer.at_size(h, w)`); `Sandwich-AOC` has kernels of size `k`.",
 }
 
 
@@ -140,19 +142,17 @@ def _block(name: str) -> Callable[..., Any]:
     return make
 
 
+def _exported(layer: Any, sizes: tuple[int, ...]) -> nn.Module:
+    return layer.at_size(*sizes) if hasattr(layer, "at_size") else ts.to_torch(layer)  # type: ignore[no-any-return]
+
+
 def rows() -> list[Row]:
     """One row for each method of the registries, and for each block."""
-    explicit = [
-        Row(name, _explicit(name), lambda layer, sizes: ts.to_torch(layer), [name] if name in NOTES else [])
-        for name in ts.METHODS
-    ]
-    fourier = [
-        Row(name, _fourier(name), lambda layer, sizes: layer.at_size(*sizes), ["fourier"] + ["eco"] * (name == "eco"))
-        for name in RESPONSES
-    ]
+    explicit = [Row(name, _explicit(name), _exported, [name] if name in NOTES else []) for name in ts.METHODS]
+    fourier = [Row(name, _fourier(name), _exported, ["fourier"] + ["eco"] * (name == "eco")) for name in RESPONSES]
     extra = {"SLL": ["step"], "CPL": ["step"], "Sandwich": ["sandwich"]}
     blocks = [
-        Row(name, _block(cls), lambda layer, sizes: ts.to_torch(layer), ["block", *extra.get(name, [])], False, fixed)
+        Row(name, _block(cls), _exported, ["block", *extra.get(name, [])], False, fixed)
         for name, cls in BLOCKS.items()
         for fixed in [cls in KEEP_SHAPE]
     ]
@@ -217,7 +217,7 @@ def orthogonal_cell(row: Row) -> tuple[str, bool]:
     """What the spectrum is without stride, and where kernel = stride."""
     layer = row.make(False, (4, 4), 3, {}, 2)
     error = getattr(layer, "truncation_error", 0.0)
-    if is_orthogonal(row, layer, (4, 5, 5)):
+    if is_orthogonal(row, layer, (4, 3, 9)):
         return (f"to {error:.0e}" if error else "✓"), True
     try:
         patches = row.make(False, (2, 18), 3, {"stride": 3}, 2)
@@ -230,8 +230,7 @@ def size_cell(row: Row) -> str:
     """Size of the kernel of a layer that is asked for ``k``."""
     layers = [row.make(False, (4, 4), k, {}, 2) for k in (3, 5)]
     if hasattr(layers[0], "equivalent_kernel_size"):
-        image = layers[0].equivalent_kernel_size(6, 8) == (6, 8) == layers[0].at_size(6, 8)[1].kernel_size
-        return "image" if image else "?"
+        return _image_size_cell(layers[0])
     if not row.linear:
         return _block_size_cell(layers)
     small, large = (layer.weight.shape[-1] for layer in layers)
@@ -241,23 +240,39 @@ def size_cell(row: Row) -> str:
     return "k, separable" if torch.linalg.matrix_rank(taps, atol=1e-9) == 4 else "k"
 
 
+def _image_size_cell(layer: Any) -> str:
+    """Where the kernel on one image is not 0."""
+    taps = (layer.at_size(6, 9)[1].weight.abs().amax((0, 1)) > 1e-9).nonzero().tolist()
+    if taps == [[i, j] for i in range(0, 6, 2) for j in range(0, 9, 3)] and layer.equivalent_kernel_size(6, 9) == (
+        3,
+        3,
+    ):
+        return "k taps, size / k apart"
+    return "image" if len(taps) == 54 and layer.equivalent_kernel_size(6, 9) == (6, 9) else "?"
+
+
 @torch.no_grad()
 def _block_size_cell(layers: list[Any]) -> str:
     """Sizes of the convolutions that a block is exported to, or of those that its response amounts to."""
+    if hasattr(layers[0], "at_size"):
+        kinds = nn.Conv2d | nn.ConvTranspose2d
+        kernels = [m.weight for m in layers[0].at_size(6, 8).modules() if isinstance(m, kinds)]
+        full = all(tuple(k.shape[2:]) == (6, 8) and bool((k.abs().amax((0, 1)) > 1e-9).all()) for k in kernels)
+        return "image" if full and len(kernels) == 2 else "?"
     plain = [[m.kernel_size for m in ts.to_torch(layer).modules() if isinstance(m, nn.Conv2d)] for layer in layers]
-    if not any(plain):
-        responses = layers[0].eval().response((6, 8))
-        taps = [torch.fft.irfftn(r, (6, 8), dim=(0, 1)).abs().amax((2, 3, 4)) for r in responses]
-        return "image" if all(bool((tap > 1e-9).all()) for tap in taps) else "?"
     return "k" if [set(sizes) for sizes in plain] == [{(3, 3)}, {(5, 5)}] else "?"
 
 
 @torch.no_grad()
 def exports(row: Row) -> str:
     """Whether plain torch layers compute the same."""
-    cases: list[Any] = [((4, 4), {}), ((4, 6), {}), ((3, 8), {"stride": 2})]
-    for channels, options in cases[:1] if row.keeps_shape else cases:
-        layer, x = row.make(False, channels, 3, options, 2), torch.randn(1, channels[0], 20, 20, dtype=torch.float64)
+    cases: list[Any] = [
+        (False, (4, 4), {}), (False, (4, 6), {}), (False, (3, 8), {"stride": 2}), (True, (4, 6), {}),
+        (True, (8, 2), {"stride": 2}), (True, (4, 6), {"groups": 2}),
+    ]  # fmt: skip
+    for transposed, channels, options in cases[:1] if row.keeps_shape else cases:
+        layer = row.make(transposed, channels, 3, options, 2)
+        x = torch.randn(1, channels[0], 20, 20, dtype=torch.float64)
         plain = row.export(layer, (20, 20))
         if not torch.allclose(plain(x), layer(x)) or any(isinstance(m, type(layer)) for m in plain.modules()):
             return "✗"

@@ -80,6 +80,16 @@ def window_overlap(kernel_size: Sizes, stride: Sizes, dilation: Sizes) -> int:
     return prod(-(-k * gcd(s, d) // s) for k, s, d in zip(kernel_size, stride, dilation, strict=True))
 
 
+def check_circular_size(sizes: Iterable[int], stride: Sizes) -> None:
+    """Refuse a feature map that the stride does not divide: its last window would overlap the first."""
+    sizes = tuple(sizes)
+    if any(size % s for size, s in zip(sizes, stride, strict=True)):
+        raise ValueError(
+            f"a circular map of size {sizes} is not divisible by stride={stride}, so windows overlap where it wraps "
+            "and the layer would amplify; pad or crop the input to a multiple, or use padding_mode='zeros'"
+        )
+
+
 @dataclass(frozen=True)
 class ConvGeometry:
     """A convolution's numbers, and the plan that makes an orthogonal kernel of them.
@@ -307,12 +317,3 @@ class ConvGeometry:
                     f"{self.group_out} channels cannot preserve norms; it takes at least {extent - stride} in total: "
                     "use padding='same'"
                 )
-
-    def check_circular_size(self, sizes: Iterable[int]) -> None:
-        """Refuse a feature map that the stride does not divide: its last window would overlap the first."""
-        sizes = tuple(sizes)
-        if any(size % stride for size, stride in zip(sizes, self.stride, strict=True)):
-            raise ValueError(
-                f"a circular map of size {sizes} is not divisible by stride={self.stride}, so windows overlap where it "
-                "wraps and the layer would amplify; pad or crop the input to a multiple, or use padding_mode='zeros'"
-            )

@@ -22,11 +22,11 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from trysquare.geometry import Pads, Sizes
+from trysquare.geometry import Pads, Sizes, check_circular_size
 from trysquare.layers.conv import _Convolution, _OrthogonalConvolution, _TransposedConvolution
-from trysquare.layers.explicit import _CONV, _CONV_TRANSPOSE, _flat
 from trysquare.layers.heads import UnitNormLinear
 from trysquare.layers.linear import OrthoLinear
+from trysquare.layers.padding import CONV, CONV_TRANSPOSE, flat
 from trysquare.linalg.precision import full_precision
 
 # Torch's hooks that set the weight before each pass.
@@ -173,24 +173,24 @@ class LinearOperator:
         if not self.axes:
             return F.linear(x, self.kernel)
         if self.axes[0].mode == "zeros":
-            x = F.pad(x, _flat(tuple(axis.pad for axis in self.axes)))
+            x = F.pad(x, flat(tuple(axis.pad for axis in self.axes)))
         else:
             for dim, axis in enumerate(self.axes, start=2):
                 x = x.index_select(dim, axis.sources)
         for dim, axis in enumerate(self.axes, start=2):
             x = x.narrow(dim, 0, axis.read)
-        return _CONV[len(self.axes)](x, self.kernel, None, self.stride, 0, self.dilation, self.groups)
+        return CONV[len(self.axes)](x, self.kernel, None, self.stride, 0, self.dilation, self.groups)
 
     def transpose(self, y: Tensor) -> Tensor:
         """The adjoint of ``apply``."""
         if not self.axes:
             return F.linear(y, self.kernel.mT)
-        transposed = _CONV_TRANSPOSE[len(self.axes)]
+        transposed = CONV_TRANSPOSE[len(self.axes)]
         x = transposed(y, self.kernel, None, self.stride, 0, 0, self.groups, self.dilation)
         unread = [(0, axis.size + sum(axis.pad) - axis.read) for axis in self.axes]
         if self.axes[0].mode == "zeros":
             cut = [(-axis.pad[0], right - axis.pad[1]) for axis, (_, right) in zip(self.axes, unread, strict=True)]
-            return F.pad(x, _flat(tuple(cut)))
+            return F.pad(x, flat(tuple(cut)))
         for dim, axis in enumerate(self.axes, start=2):
             shape = (*x.shape[:dim], axis.size, *x.shape[dim + 1 :])
             x = x.new_zeros(shape).index_add_(dim, axis.sources[: axis.read], x)
@@ -337,7 +337,7 @@ def _read_convolution(layer: _ConvNd, kernel: Tensor, sizes: Sizes) -> LinearOpe
         axes = convolution_axes(sizes, extent, tuple(layer.stride), _pads(layer, extent), layer.padding_mode)
         if isinstance(layer, _OrthogonalConvolution):
             if layer.padding_mode == "circular":
-                layer.geometry.check_circular_size(sizes)
+                check_circular_size(sizes, layer.geometry.stride)
         else:
             _check_torch_padding(axes)
     return LinearOperator(kernel, tuple(layer.dilation), layer.groups, axes, transposed)

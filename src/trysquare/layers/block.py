@@ -13,8 +13,9 @@ from trysquare.geometry import ConvGeometry, Pads, Sizes, check_groups, per_axis
 from trysquare.layers.activations import with_slopes_in_unit_interval
 from trysquare.layers.base import ParametrizedWeight, factory_of
 from trysquare.layers.conv import Size
-from trysquare.layers.explicit import Application, check_padding_mode
+from trysquare.layers.explicit import Application
 from trysquare.layers.packing import PackedKernels, unpack
+from trysquare.layers.padding import check_padding_mode
 from trysquare.parametrizations import Parametrization, orthogonal_kernel
 
 

@@ -15,9 +15,10 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trysquare.geometry import ConvGeometry, Pads, per_axis
+from trysquare.geometry import ConvGeometry, Pads, check_circular_size, per_axis
 from trysquare.layers.base import ParametrizedWeight, check_dtype, copy_weights, factory_of
-from trysquare.layers.explicit import _CONV, _PLAIN_CONV, Application, _flat, _symmetric, native_crop
+from trysquare.layers.explicit import Application
+from trysquare.layers.padding import CONV, PLAIN_CONV, crops, crops_for, flat, native_crop, symmetric
 from trysquare.layers.wrapping import circular_pad
 from trysquare.linalg.orthogonalize import orthogonalizer as find_orthogonalizer
 from trysquare.parametrizations import find_method
@@ -200,7 +201,7 @@ class AffineInverse(nn.Module):
     def as_torch(self) -> nn.Module:
         """A convolution with one tap of 1 that takes off the bias, then the plain adjoint."""
         channels, dims = len(self.bias), self.adjoint.dims
-        shift = _PLAIN_CONV[dims](channels, channels, 1, groups=channels, device="meta")
+        shift = PLAIN_CONV[dims](channels, channels, 1, groups=channels, device="meta")
         copy_weights(shift, self.bias.new_ones(channels, 1, *(1,) * dims), -self.bias, self.training)
         return nn.Sequential(shift, self.adjoint.as_torch())
 
@@ -246,10 +247,10 @@ class _Convolution(_OrthogonalConvolution):
             dtype,
         )
         self._pads, self._padding_argument = pads, padding
-        self._flat_pads, self._widest = _flat(pads), tuple(map(max, pads))
+        self._flat_pads, self._widest = flat(pads), tuple(map(max, pads))
         self._needs_padding = any(self._widest)
         self._reversed_padding_repeated_twice = self._flat_pads  # what torch's own forward would read
-        self.padding = tuple(left for left, _ in pads) if _symmetric(pads) else "same"
+        self.padding = tuple(left for left, _ in pads) if symmetric(pads) else "same"
         self._finish(geometry, sizes[0], method, orthogonalizer, options)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
@@ -271,14 +272,14 @@ class _Convolution(_OrthogonalConvolution):
         torch_can = True
         for size, stride, widest in zip(input.shape[-self.dims :], self.stride, self._widest, strict=True):
             if size % stride:
-                self.geometry.check_circular_size(input.shape[-self.dims :])
+                check_circular_size(input.shape[-self.dims :], self.stride)
             torch_can = torch_can and widest <= size
         if not torch_can:
             return circular_pad(input, self._pads)
         return F.pad(input, self._flat_pads, mode="circular") if self._needs_padding else input
 
     def _convolve(self, padded: Tensor, padding: Any) -> Tensor:
-        return _CONV[self.dims](
+        return CONV[self.dims](
             padded, self._current_weight(), self.bias, self.stride, padding, self.dilation, self.groups
         )  # type: ignore[arg-type]
 
@@ -331,7 +332,7 @@ class _TransposedConvolution(_OrthogonalConvolution):
         channels = (out_channels, in_channels)
         geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
         output_padding = per_axis("output_padding", output_padding, self.dims, least=0)
-        pads = self._crops(geometry, padding, output_padding, padding_mode)
+        pads = crops(geometry, padding, output_padding, padding_mode)
         check_dtype(dtype)
         super().__init__(  # type: ignore[call-arg]
             geometry.out_channels,
@@ -351,27 +352,6 @@ class _TransposedConvolution(_OrthogonalConvolution):
         self.padding, self.output_padding, _ = native_crop(pads, geometry.stride, geometry.dilation)
         self._finish(geometry, sizes[0], method, orthogonalizer, options)
 
-    @staticmethod
-    def _crops(geometry: ConvGeometry, padding: str | Size, output_padding: tuple[int, ...], mode: str) -> Pads:
-        """What to cut off both ends of the full transposed convolution, or to wrap around."""
-        pads = geometry.pads(padding, mode)
-        if padding == "same":
-            if any(output_padding):
-                raise ValueError(
-                    f"output_padding={output_padding} has no effect with padding='same', whose output is input x stride"
-                )
-            axes = zip(pads, geometry.extent, geometry.stride, strict=True)
-            return tuple((left, extent - stride - left) for (left, _), extent, stride in axes)
-        limits = [max(s, d) for s, d in zip(geometry.stride, geometry.dilation, strict=True)]
-        if any(extra >= limit for extra, limit in zip(output_padding, limits, strict=True)):
-            raise ValueError(
-                f"output_padding={output_padding} must be smaller than stride or dilation, {tuple(limits)}"
-            )
-        crops = tuple((left, right - extra) for (left, right), extra in zip(pads, output_padding, strict=True))
-        if mode == "circular":
-            geometry.check_circular(crops)
-        return crops
-
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:  # noqa: A002
         """Apply the adjoint of the convolution, as ``nn.ConvTranspose*d`` does.
 
@@ -383,24 +363,10 @@ class _TransposedConvolution(_OrthogonalConvolution):
         self._check_axes(input)
         application = self._application
         if output_size is not None:
-            application = replace(application, pads=self._crops_for(input.shape[-self.dims :], output_size))
+            sizes = input.shape[-self.dims :]
+            cut = crops_for(self.geometry, self._pads, self.padding_mode, sizes, output_size)
+            application = replace(application, pads=cut)
         return application(input, self._current_weight(), self.bias)
-
-    def _crops_for(self, sizes: Sequence[int], output_size: Sequence[int]) -> Pads:
-        """Crops that give ``output_size``, if there are any."""
-        wanted = tuple(output_size)[-self.dims :]
-        if len(wanted) != self.dims:
-            raise ValueError(f"output_size={tuple(output_size)} must have {self.dims} sizes, one per axis")
-        full = [(size - 1) * s + e for size, s, e in zip(sizes, self.stride, self.geometry.extent, strict=True)]
-        crops = tuple((left, f - left - want) for (left, _), f, want in zip(self._pads, full, wanted, strict=True))
-        fits = [abs(new - old) < s for (_, new), (_, old), s in zip(crops, self._pads, self.stride, strict=True)]
-        if self.padding_mode == "circular":
-            fits = [want == size * s for want, size, s in zip(wanted, sizes, self.stride, strict=True)]
-        if not all(fits):
-            raise ValueError(
-                f"output_size={wanted} cannot be made from an input of size {tuple(sizes)} at stride={self.stride}"
-            )
-        return crops
 
     def adjoint(self) -> Any:
         """The convolution, without bias, that this layer is the adjoint of; shares the free tensors.
@@ -414,7 +380,7 @@ class _TransposedConvolution(_OrthogonalConvolution):
                 f"output_padding={added} reaches the stride {self.stride}, so the convolution of the output has more "
                 "windows than the input has positions; use a smaller output_padding for a layer with an adjoint"
             )
-        twin = _CONVOLUTION[self.dims](
+        twin = CONVOLUTION[self.dims](
             self.out_channels,
             self.in_channels,
             padding=self._padding_argument,
@@ -504,7 +470,7 @@ class OrthoConvTranspose3d(_TransposedConvolution, nn.ConvTranspose3d):
     dims = 3
 
 
-_CONVOLUTION: dict[int, Any] = {1: OrthoConv1d, 2: OrthoConv2d, 3: OrthoConv3d}
+CONVOLUTION: dict[int, Any] = {1: OrthoConv1d, 2: OrthoConv2d, 3: OrthoConv3d}
 _TRANSPOSED: dict[int, Any] = {
     1: OrthoConvTranspose1d,
     2: OrthoConvTranspose2d,

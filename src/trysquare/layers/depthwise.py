@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from trysquare.layers.activations import MaxMin
-from trysquare.layers.conv import _CONVOLUTION, Size
+from trysquare.layers.conv import CONVOLUTION, Size
 from trysquare.layers.residual import LearnableResidual
 
 
@@ -52,7 +52,7 @@ class DepthwiseResidualBlock(LearnableResidual):
         if hidden % 2:
             raise ValueError(f"channels={channels} x multiplier={multiplier} is odd, but MaxMin sorts pairs")
         options = {"bias": bias, "padding_mode": padding_mode, "device": device, "dtype": dtype, **convolution}
-        layer = _CONVOLUTION[self.dims]
+        layer = CONVOLUTION[self.dims]
         branch = nn.Sequential(
             layer(channels, hidden, kernel_size, groups=channels, **options),
             MaxMin(dim=-1 - self.dims),

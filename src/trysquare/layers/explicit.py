@@ -8,48 +8,20 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trysquare.geometry import PADDING_MODES, Pads, Sizes
+from trysquare.geometry import Pads, Sizes, check_circular_size
 from trysquare.layers.base import copy_weights
+from trysquare.layers.padding import (
+    CIRCULAR_PAD,
+    CONV,
+    CONV_TRANSPOSE,
+    PLAIN_CONV,
+    PLAIN_CONV_TRANSPOSE,
+    ZERO_PAD,
+    flat,
+    native_crop,
+    symmetric,
+)
 from trysquare.layers.wrapping import circular_fold, circular_pad
-
-_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-_PLAIN_CONV: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-_PLAIN_CONV_TRANSPOSE: dict[int, Any] = {
-    1: nn.ConvTranspose1d,
-    2: nn.ConvTranspose2d,
-    3: nn.ConvTranspose3d,
-}
-_CIRCULAR_PAD: dict[int, Any] = {1: nn.CircularPad1d, 2: nn.CircularPad2d, 3: nn.CircularPad3d}
-_ZERO_PAD: dict[int, Any] = {1: nn.ZeroPad1d, 2: nn.ZeroPad2d, 3: nn.ZeroPad3d}
-
-
-def _flat(pads: Pads) -> list[int]:
-    """Torch's order: last axis first, left before right."""
-    return [amount for pad in reversed(pads) for amount in pad]
-
-
-def _symmetric(pads: Pads) -> bool:
-    return all(left == right for left, right in pads)
-
-
-def check_padding_mode(mode: str) -> None:
-    """Refuse boundaries under which a convolution amplifies more than its kernel."""
-    if mode not in PADDING_MODES:
-        raise ValueError(
-            f"padding_mode={mode!r} must be one of {', '.join(map(repr, PADDING_MODES))}; the other modes of torch "
-            "repeat pixels and amplify them"
-        )
-
-
-def native_crop(crops: Pads, stride: Sizes, dilation: Sizes) -> tuple[Sizes, Sizes, Pads]:
-    """Torch's ``padding`` and ``output_padding`` that cut ``crops`` off a full transposed convolution, and the rest."""
-    starts, ends = zip(*crops, strict=True)
-    limits = [max(s, d) for s, d in zip(stride, dilation, strict=True)]
-    padding = tuple(min(start, end + limit - 1) for start, end, limit in zip(starts, ends, limits, strict=True))
-    extra = tuple(max(0, pad - end) for pad, end in zip(padding, ends, strict=True))
-    rest = tuple((p - start, p - e - end) for p, e, start, end in zip(padding, extra, starts, ends, strict=True))
-    return padding, extra, rest
 
 
 @dataclass(frozen=True)
@@ -104,23 +76,18 @@ class Application:
             return F.linear(x, kernel, bias)
         if self.transposed:
             return self._spread(x, kernel, bias)
-        padded = self._extended(x) if self.mode == "circular" else F.pad(x, _flat(self.pads))
-        return _CONV[self.dims](padded, kernel, bias, self.stride, 0, self.dilation, self.groups)
+        padded = self._extended(x) if self.mode == "circular" else F.pad(x, flat(self.pads))
+        return CONV[self.dims](padded, kernel, bias, self.stride, 0, self.dilation, self.groups)
 
     def _extended(self, x: Tensor) -> Tensor:
         sizes = x.shape[-self.dims :]
-        if any(size % s for size, s in zip(sizes, self.stride, strict=True)):
-            raise ValueError(
-                f"a circular map of size {tuple(sizes)} is not divisible by stride={self.stride}, so windows overlap "
-                "where it wraps and the block would amplify; pad or crop the input to a multiple, or use "
-                "padding_mode='zeros'"
-            )
+        check_circular_size(sizes, self.stride)
         if any(max(pad) > size for pad, size in zip(self.pads, sizes, strict=True)):
             return circular_pad(x, self.pads)
-        return F.pad(x, _flat(self.pads), mode="circular") if any(map(any, self.pads)) else x
+        return F.pad(x, flat(self.pads), mode="circular") if any(map(any, self.pads)) else x
 
     def _spread(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
-        transpose: Any = _CONV_TRANSPOSE[self.dims]
+        transpose: Any = CONV_TRANSPOSE[self.dims]
         if self.mode == "circular":
             full = transpose(x, kernel, None, self.stride, 0, 0, self.groups, self.dilation)
             sizes = tuple(size * s for size, s in zip(x.shape[-self.dims :], self.stride, strict=True))
@@ -128,7 +95,7 @@ class Application:
             return output if bias is None else output + bias.to(output.dtype).view(-1, *(1,) * self.dims)
         padding, extra, rest = native_crop(self.pads, self.stride, self.dilation)
         output = transpose(x, kernel, bias, self.stride, padding, extra, self.groups, self.dilation)
-        return F.pad(output, _flat(rest)) if any(map(any, rest)) else output
+        return F.pad(output, flat(rest)) if any(map(any, rest)) else output
 
     def plain(self, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
         """The same with this kernel in plain layers of torch; padding is one where torch has no argument for it."""
@@ -139,19 +106,19 @@ class Application:
 
     def _plain_convolution(self, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
         padding = self._torch_padding()
-        plain = _PLAIN_CONV[self.dims](
+        plain = PLAIN_CONV[self.dims](
             kernel.shape[1] * self.groups, kernel.shape[0], self.kernel_size, self.stride,
             0 if padding is None else padding, self.dilation, self.groups, bias is not None, self.mode, device="meta",
         )  # fmt: skip
         copy_weights(plain, kernel, bias, training)
         if padding is not None:
             return plain  # type: ignore[no-any-return]
-        pad = _CIRCULAR_PAD if self.mode == "circular" else _ZERO_PAD
-        return nn.Sequential(pad[self.dims](tuple(_flat(self.pads))), plain).train(training)
+        pad = CIRCULAR_PAD if self.mode == "circular" else ZERO_PAD
+        return nn.Sequential(pad[self.dims](tuple(flat(self.pads))), plain).train(training)
 
     def _torch_padding(self) -> Any:
         """Torch's argument for the padding, if it has one."""
-        if _symmetric(self.pads):
+        if symmetric(self.pads):
             return tuple(left for left, _ in self.pads)
         same = self.pads == tuple(((e - 1) // 2, e // 2) for e in self.extent)
         return "same" if same and self.mode == "circular" and set(self.stride) == {1} else None
@@ -170,16 +137,16 @@ class Application:
         plain = self._cropped(crops, kernel, bias, training)
         if not any(map(any, reach)):
             return plain
-        return nn.Sequential(_CIRCULAR_PAD[self.dims](tuple(_flat(reach))), plain).train(training)
+        return nn.Sequential(CIRCULAR_PAD[self.dims](tuple(flat(reach))), plain).train(training)
 
     def _cropped(self, crops: Pads, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
         """``nn.ConvTranspose*d`` with ``crops`` cut off its full output."""
         padding, extra, rest = native_crop(crops, self.stride, self.dilation)
-        plain = _PLAIN_CONV_TRANSPOSE[self.dims](
+        plain = PLAIN_CONV_TRANSPOSE[self.dims](
             kernel.shape[0], kernel.shape[1] * self.groups, self.kernel_size, self.stride, padding, extra, self.groups,
             bias is not None, self.dilation, device="meta",
         )  # fmt: skip
         copy_weights(plain, kernel, bias, training)
         if not any(map(any, rest)):
             return plain  # type: ignore[no-any-return]
-        return nn.Sequential(plain, _ZERO_PAD[self.dims](tuple(_flat(rest)))).train(training)
+        return nn.Sequential(plain, ZERO_PAD[self.dims](tuple(flat(rest)))).train(training)

@@ -18,7 +18,8 @@ from trysquare.geometry import check_groups, per_axis
 from trysquare.layers.base import factory_of
 from trysquare.layers.block import Block, Sum
 from trysquare.layers.conv import Size
-from trysquare.layers.explicit import Application, check_padding_mode
+from trysquare.layers.explicit import Application
+from trysquare.layers.padding import check_padding_mode
 from trysquare.linalg.kernels import adjoint
 from trysquare.parametrizations import Parametrization
 

@@ -174,7 +174,8 @@ class SandwichAOCConv(_ExplicitSandwich):
         dtype: dtype of the weights; free tensors are kept in float32 or float64.
         hidden_channels: channels between the convolutions; ``out_channels`` if not given.
         activation: acts entry by entry with slopes between 0 and 1; ReLU if not given.
-        method: how the kernels are parametrized, one of ``trysquare.METHODS``.
+        method: how the kernels are parametrized: ``"aoc"``, ``"bcop"``, ``"sc-fac"`` or
+            ``"bro"``, which make orthogonal kernels of exactly the size that is asked for.
         orthogonalizer: how their matrices are made orthonormal.
 
     Raises:

@@ -157,7 +157,8 @@ class SLLAOCBlock(_FusedBlock):
         mid_channels: channels of the SLL block between ``pre`` and ``post``; ``in_channels`` if not
             given.
         activation: acts entry by entry with slopes between 0 and 1; ReLU if not given.
-        method: how ``pre`` and ``post`` are parametrized, one of ``trysquare.METHODS``.
+        method: how ``pre`` and ``post`` are parametrized: ``"aoc"``, ``"bcop"``, ``"sc-fac"`` or
+            ``"bro"``, which make orthogonal kernels of exactly the size that is asked for.
         orthogonalizer: how their matrices are made orthonormal.
 
     Raises:

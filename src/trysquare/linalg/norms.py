@@ -104,7 +104,7 @@ def norm_bound(kernel: Tensor, steps: int = _SQUARINGS, *, dims: int | None = No
         response = torch.fft.rfftn(scaled, s=grid, dim=tuple(range(-dims, 0)))
         blocks = response.movedim(tuple(range(-dims, 0)), tuple(range(dims)))  # (*frequencies, *batch, n, m)
         most = gram_norm_bound(blocks.flatten(0, dims - 1), steps).amax(0)
-        missed = prod(cos(pi * (k - 1) / 2 / count) for k, count in zip(taps, grid, strict=True))
+        missed = cos(pi / (2 * steps + 4)) ** sum(k > 1 for k in taps)  # π d / N is the same for all sizes
         return largest * torch.minimum(most / missed, _row_sum_bound(scaled, dims))
 
 
