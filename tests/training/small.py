@@ -1,5 +1,6 @@
 """A recipe that trains in a second, and a script that trains it in another process."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,5 +52,6 @@ def start(*command, **options):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         **options,
     )
