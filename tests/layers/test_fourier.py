@@ -70,7 +70,9 @@ def test_transposed_layers_have_plain_ones_for_one_size(method, feature):
     x = torch.randn(2, *shape, dtype=torch.float64)
     torch.testing.assert_close(plain(x), layer(x))
     assert all(type(m).__module__.startswith("torch.nn") for m in plain.modules())
-    assert not any(p.requires_grad for p in plain.parameters() if p.ndim > 1)
+    assert all(p.requires_grad and p.is_leaf for p in plain.parameters())
+    frozen = layer.requires_grad_(False).at_size(*shape[1:])
+    assert not any(p.requires_grad for p in frozen.parameters())
 
 
 @pytest.mark.parametrize("feature", ["square", "fewer channels", "stride, many", "groups", "1-D", "3-D"])
@@ -361,6 +363,8 @@ def test_sandwiches_have_plain_layers_for_one_size(make_layer, shape):
     x = torch.randn(2, *shape, dtype=torch.float64)
     torch.testing.assert_close(plain(x), layer(x))
     torch.testing.assert_close(layer(x[0]), layer(x)[0])
+    assert all(p.requires_grad and p.is_leaf for p in plain.parameters())
+    assert not any(p.requires_grad for p in layer.eval().requires_grad_(False).at_size(*shape[1:]).parameters())
     assert all(type(m).__module__.startswith("torch.nn") for m in plain.modules())
     if not layer.transposed and max(layer.stride) > 1:
         with pytest.raises(ValueError, match="must be multiples of stride"):

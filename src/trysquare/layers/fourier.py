@@ -132,7 +132,7 @@ def plain_layer(
     pads = tuple((0, size - s) for size, s in zip(fine, stride, strict=True))
     application = Application(fine, stride, (1,) * len(sizes), response.shape[len(sizes)], pads, "circular")
     application = application.adjoint() if transposed else application
-    return application.plain(kernel.detach().to(dtype).contiguous(), bias, training=False)
+    return application.plain(kernel.to(dtype), bias, training=False)
 
 
 class _FourierConvolution(ImageSized):
@@ -226,7 +226,6 @@ class _FourierConvolution(ImageSized):
             taps = eco_taps(self.kernel_size, taps)
         return tuple(count * s for count, s in zip(taps, self.stride, strict=True))
 
-    @torch.no_grad()
     def at_size(self, *sizes: int) -> nn.Module:
         """The same function in plain ``torch.nn`` layers, for inputs of the given sizes only.
 

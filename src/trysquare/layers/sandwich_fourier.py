@@ -145,7 +145,6 @@ class _FourierSandwich(ImageSized):
             hidden = hidden + self.bias.to(hidden.dtype).view(-1, *(1,) * self.dims)
         return apply_response(after.mH, self.activation(hidden), self.dims)
 
-    @torch.no_grad()
     def at_size(self, *sizes: int) -> nn.Module:
         """The same function in plain layers with the activation between them, for inputs of the given sizes only.
 
