@@ -106,6 +106,33 @@ def linear(features: int, outputs: int) -> nn.Module:
     return load("layers", "OrthoLinear")(features, outputs)
 
 
+def with_plain_layers(model: nn.Module) -> nn.Module:
+    """The model in eval mode, with its layers exchanged, in place, for torch's with their present weights.
+
+    Its own write into their parameters whenever they are called, so that they are no fixed function to certify.
+    """
+    for name, child in list(model.eval().named_children()):
+        if any(cls.__module__.startswith("orthogonium") for cls in type(child).__mro__):
+            setattr(model, name, _plain(child))
+        else:
+            with_plain_layers(child)
+    return model
+
+
+@torch.no_grad()
+def _plain(layer: Any) -> nn.Module:
+    has_bias = layer.bias is not None
+    if isinstance(layer, nn.Linear):
+        plain: nn.Module = nn.Linear(layer.in_features, layer.out_features, has_bias)
+    else:
+        numbers = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups)
+        plain = nn.Conv2d(layer.in_channels, layer.out_channels, *numbers, has_bias, layer.padding_mode)
+    plain.weight.copy_(layer.weight)
+    if has_bias:
+        plain.bias.copy_(layer.bias)
+    return plain.eval()
+
+
 class BjorckBowie(nn.Module):
     """Its default way to an orthonormal matrix: power iteration, then twelve steps of Björck and Bowie."""
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import trysquare as ts
+from benchmarks import peers
 from trysquare.progress import track
 
 LEARNING_RATE = 3e-3
@@ -121,7 +122,9 @@ def _share(run: Run, steps: int | None, seconds: float) -> float:
 def certificate(model: nn.Module, task: Task) -> dict[str, Any]:
     """Accuracy, and certified accuracy at the usual radii, on the test images."""
     images, labels = task.test()
-    found = ts.certify(model, (images, labels), epsilons=EPSILONS, float64_samples=min(256, len(images)))
+    found = ts.certify(
+        peers.with_plain_layers(model), (images, labels), epsilons=EPSILONS, float64_samples=min(256, len(images))
+    )
     return {
         "accuracy": found.clean_accuracy,
         "certified": [found.certified_accuracy(epsilon) for epsilon in EPSILONS],

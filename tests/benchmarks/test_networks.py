@@ -66,3 +66,15 @@ def test_without_peers_the_benchmarks_say_what_is_missing(monkeypatch):
 def test_layers_that_ask_for_an_accelerator_stay_where_they_are():
     with peers._NoAccelerator():
         assert torch.zeros(1, device="cuda").cuda().device.type == "cpu"
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(4, 4, 3, 2, 1, padding_mode="circular"), nn.Linear(4, 4, bias=False)])
+def test_layers_of_the_peer_become_plain_ones_with_the_same_weights(layer):
+    theirs = type("Theirs", (type(layer),), {"__module__": "orthogonium.layers"})
+    layer.__class__ = theirs
+    model = nn.Sequential(ts.MaxMin(), nn.Sequential(layer))
+    x = torch.randn(2, 4, 4, 4)
+    expected = model(x)
+    assert torch.equal(peers.with_plain_layers(model)(x), expected)
+    assert type(model[1][0]) in (nn.Conv2d, nn.Linear)
+    assert isinstance(model[0], ts.MaxMin)
