@@ -253,8 +253,8 @@ def reads(layer: nn.Module) -> bool:
     """Whether ``read_layer`` knows what the layer computes."""
     forward = getattr(type(layer), "forward", None)
     inner = getattr(type(layer), "_conv_forward", None)
-    own = {"forward", "_conv_forward"} & set(layer.__dict__)
-    called = type(layer).__call__ is nn.Module.__call__
+    own = {"forward", "_conv_forward", "_call_impl"} & set(layer.__dict__)
+    called = all(getattr(type(layer), name) is getattr(nn.Module, name) for name in ("__call__", "_call_impl"))
     return called and forward in _KNOWN_FORWARD and (inner is None or inner in _KNOWN_INNER) and not own
 
 
@@ -346,6 +346,10 @@ def _read_convolution(layer: _ConvNd, kernel: Tensor, sizes: Sizes) -> LinearOpe
 def _pads(layer: _ConvNd, extent: Sizes) -> Pads:
     if isinstance(layer, _OrthogonalConvolution):
         return layer._pads
+    if layer.padding_mode != "zeros":
+        # What the forward pass uses, which is not `padding` if that was changed later; last axis first.
+        flat: Any = layer._reversed_padding_repeated_twice
+        return tuple(zip(flat[::2], flat[1::2], strict=True))[::-1]
     return given_pads(layer.padding, extent)
 
 

@@ -317,3 +317,59 @@ def test_depth_neither_underflows_nor_overflows():
     assert deep(160, 10.0) == pytest.approx(1e160, rel=1e-5)
     assert deep(400, 0.1) > 0
     assert deep(400, 10.0) == float("inf")
+
+
+def test_options_of_a_call_are_not_hidden_from_the_rule():
+    class Sized(nn.Module):
+        def __init__(self, by_keyword):
+            super().__init__()
+            self.up, self.by_keyword = nn.ConvTranspose1d(1, 1, 3, stride=2, padding=1, bias=False), by_keyword
+
+        def forward(self, x):
+            return self.up(x, output_size=[2]) if self.by_keyword else self.up(x, [2])
+
+    for by_keyword in (True, False):
+        with pytest.raises(NoRuleError, match="arguments besides its inputs"):
+            ts.lipschitz_bound(Sized(by_keyword).eval(), (1, 1))
+
+
+def test_negative_divisors_scale_as_positive_ones():
+    class Pool(nn.Module):
+        def forward(self, x):
+            return F.avg_pool2d(x, 2, divisor_override=-1)
+
+    for model in (Pool(), nn.AvgPool2d(2, divisor_override=-1)):
+        assert 2 <= ts.lipschitz_bound(model, (1, 4, 4)) < 2.001
+
+
+@pytest.mark.parametrize("mode", ["circular", "replicate"])
+def test_padding_that_was_changed_later_is_not_the_one_in_use(mode):
+    layer = nn.Conv2d(1, 1, 3, padding=1, padding_mode=mode, bias=False)
+    nn.init.ones_(layer.weight)
+    layer.padding = (0, 0)
+    assert ts.lipschitz_bound(layer, (1, 3, 3)) > 8.99
+    assert ts.spectral_norm_bound(layer, (1, 3, 3)) > 8.99
+
+
+def test_calls_that_are_overridden_below_call():
+    class Loud(nn.Linear):
+        def _call_impl(self, *args, **kwargs):
+            return 10 * super()._call_impl(*args, **kwargs)
+
+    loud, own = Loud(4, 4), nn.Linear(4, 4)
+    own._call_impl = lambda x: 10 * x
+    assert ts.lipschitz_bound(nn.Sequential(loud).eval(), (4,)) >= 10 * torch.linalg.matrix_norm(loud.weight, 2)
+    with pytest.raises(NoRuleError):
+        ts.lipschitz_bound(nn.Sequential(own).eval(), (4,))
+    for layer in (loud, own):
+        with pytest.raises(TypeError, match="overrides"):
+            ts.spectral_norm_bound(layer, (4,))
+
+
+def test_arithmetic_of_tuples_is_refused_by_name():
+    class Repeated(nn.Module):
+        def forward(self, x):
+            return torch.cat(x.chunk(2, 1) * 3, 1)
+
+    with pytest.raises(NoRuleError, match="mul"):
+        ts.lipschitz_bound(Repeated(), (4,))

@@ -193,6 +193,10 @@ class Follower(fx.Interpreter):
         others = [bound for value, bound in zip(args, bounds, strict=True) if not isinstance(value, Tensor)]
         if any(True for _ in upward.flatten((others, keyword_bounds))):
             raise NoRuleError("it gets inputs in a list or by keyword; pass them one by one, by position")
+        if n.kwargs or any(value is not None and not isinstance(value, Tensor) for value in args):
+            raise NoRuleError(
+                "it gets arguments besides its inputs, which its rule does not see; set them in the module"
+            )
         shapes = [tuple(value.shape[1:]) for value in args if isinstance(value, Tensor)]
         if n not in self._constants or self._constants[n][0] != shapes:
             self._constants[n] = shapes, self._asked(module, shapes, args)
@@ -228,11 +232,15 @@ class Follower(fx.Interpreter):
                 constants = rule(call)
         except OverflowError:
             constants = dict.fromkeys(call.bounds, math.inf)
+        except AttributeError as error:
+            raise NoRuleError(f"no Lipschitz rule for {function_name(n)} with such arguments ({error})") from error
         if constants is None:
             return None
         apart = isinstance(constants, SideBySide)
         named = constants.constants if isinstance(constants, SideBySide) else constants
         assert isinstance(named, dict)
+        if any(constant < 0 for constant in named.values()):
+            raise ValueError(f"its rule gave {named}, which are not Lipschitz constants")
         parts = [(constant, b) for name, constant in named.items() for b in upward.flatten(call.bounds.get(name))]
         return upward.Combination(parts, apart)
 

@@ -199,7 +199,7 @@ def avg_pool(layer: Any, shape: Shape, dims: int) -> float:
         return math.prod(norms)
     if layer.ceil_mode or any(p for _, _, p in numbers):
         raise NoRuleError("divisor_override together with padding or ceil_mode has no rule")
-    return math.prod(norms) * math.prod(k for k, _, _ in numbers) / override * ROUND_UP
+    return math.prod(norms) * math.prod(k for k, _, _ in numbers) / abs(override) * ROUND_UP
 
 
 def adaptive_avg_pool(layer: Any, shape: Shape, dims: int) -> float:

@@ -16,7 +16,7 @@ R = TypeVar("R", bound=Rule)
 
 _RULES: dict[type[nn.Module], Rule] = {}
 # Methods that a forward pass of torch's layers or ours is made of: a subclass that overrides one is another function.
-_FORWARD = ("__call__", "forward", "_conv_forward", "_pool", "_mean", "_skip", "_convolved", "_filtered")
+_FORWARD = ("__call__", "_call_impl", "forward", "_conv_forward", "_pool", "_mean", "_skip", "_convolved", "_filtered")
 _INPUT_DTYPE: ContextVar[torch.dtype] = ContextVar("dtype of the input of the module that a rule is asked about")
 
 _DIVIDES = "it divides by the deviation or norm of its input: its only Lipschitz constant is near 1 / sqrt(eps)"
