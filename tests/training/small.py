@@ -45,13 +45,13 @@ def same(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
-def start(*command, **options):
+def start(*command, env=None, **options):
     """A process of ``python -m`` with these arguments, on one thread."""
     return subprocess.Popen(
         [sys.executable, "-m", *map(str, command)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        env={**(env or os.environ), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         **options,
     )
