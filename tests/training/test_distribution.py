@@ -16,6 +16,14 @@ def free_port():
         return holder.getsockname()[1]
 
 
+def run_two(*command):
+    """Two processes, started by torchrun."""
+    torchrun = "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()
+    process = start(*torchrun, *command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+
+
 def test_torchrun_with_one_process(tmp_path, monkeypatch):
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
         monkeypatch.setenv(name, str(value))
@@ -30,6 +38,23 @@ def test_torchrun_with_one_process(tmp_path, monkeypatch):
 def test_processes_must_share_a_batch_equally():
     with pytest.raises(ValueError, match=r"train.batch_size=128 must be a multiple of the number of processes, 3"):
         build_parts(recipe(), World(torch.device("cpu"), 0, 3))
+
+
+LEAVE = """
+import pathlib, sys, time
+from trysquare.training.distribution import joined
+folder = pathlib.Path(sys.argv[1])
+with joined("cpu") as world:
+    if world.leads:
+        time.sleep(1)
+        (folder / "written").touch()
+assert (folder / "written").exists(), f"process {world.rank} left before the first had written its last file"
+"""
+
+
+def test_processes_leave_together(tmp_path):
+    (tmp_path / "leave.py").write_text(LEAVE)
+    run_two(tmp_path / "leave.py", tmp_path)
 
 
 DUMP = """
@@ -53,13 +78,7 @@ raise SystemExit(main(sys.argv[2:]))
 def test_two_processes_do_what_one_does(tmp_path, parts):
     (tmp_path / "dump.py").write_text(DUMP)
     options = {"train.epochs": 2, "train.accumulate": parts, "optimizer.lr": 0.003}
-    process = start(
-        "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port(), tmp_path / "dump.py", tmp_path,
-        "train", "digits", "--out", tmp_path / "two", *arguments(**options),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    _, errors = process.communicate(timeout=100)
-    assert process.returncode == 0, errors
+    run_two(tmp_path / "dump.py", tmp_path, "train", "digits", "--out", tmp_path / "two", *arguments(**options))
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
     assert all(torch.equal(first[name], second[name]) for name in first)
     one = trained(tmp_path / "one", **options)

@@ -79,7 +79,7 @@ def chosen_device(name: str) -> torch.device:
 
 @contextmanager
 def joined(device: str = "auto") -> Iterator[World]:
-    """The world of this process: that of torchrun, or a world of one.
+    """The world of this process: that of torchrun, or a world of one. Processes leave it together, unless one fails.
 
     Raises:
         ValueError: as ``chosen_device``.
@@ -93,5 +93,7 @@ def joined(device: str = "auto") -> Iterator[World]:
     dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     try:
         yield World(chosen, dist.get_rank(), dist.get_world_size())
+        # A process that ends while a thread of gloo still lets go of the tensors of its last sum is aborted by torch.
+        dist.barrier(device_ids=None if chosen.index is None else [chosen.index])
     finally:
         dist.destroy_process_group()
