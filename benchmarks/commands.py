@@ -10,6 +10,7 @@ TITLES = {
     "orthogonalizers": "Ways to an orthonormal matrix",
     "scaling": "Scaling",
     "methods": "Methods",
+    "recipe": "A recipe",
     "kernels": "Kernels",
     "compose": "Block convolution",
     "spectrum": "Norms of convolutions",

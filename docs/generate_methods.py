@@ -84,12 +84,12 @@ NOTES = {
     "the image: the blocks are rebuilt when that changes, and `layer.at_size(h, w)` exports plain layers for one size.",
     "eco": "`eco` has no dilation to choose: its response repeats every `k` frequencies, and a response of period `k` "
     "belongs to taps exactly `size / k` apart (the Poisson summation formula on a circular domain): at most `prod(k)` "
-    "of them, all over the image. On an axis whose size `k` does not divide there are fewer, the largest divisor up to "
-    "`k` (`layer.equivalent_kernel_size(h, w)` tells), and a size that would leave one is refused.",
+    "of them, all over the image. On an axis whose size `k` does not divide, the next larger divisor takes its place "
+    "(`layer.equivalent_kernel_size(h, w)` tells).",
     "block": "Blocks with an activation of slopes `D` between 0 and 1 inside, 1-Lipschitz for every `D`; checked on "
     "dense Jacobians. None is orthogonal: the eigenvalues of `I - 2 MᵀDM` are 1 and -1 only where `MᵀDM` is a "
-    "projector, and a sandwich `2 AᵀDB` loses what `D = 0` cuts off. A transposed block has, at the same slopes, the "
-    "transposed Jacobian.",
+    "projector (orthogonal kernels around it, in `SLL-AOC`, do not change that), and a sandwich `2 AᵀDB` "
+    "loses what `D = 0` cuts off. A transposed block has, at the same slopes, the transposed Jacobian.",
     "step": "`x - 2 Kᵀ σ(K x + b)` adds to its own input, so that its output has the input's channels and size: there "
     "is neither a change of channels nor a stride, alone or with groups or dilation. `SLL-AOC` puts orthogonal kernels "
     "around it, which change both. Its Jacobian `I - 2 KᵀDK` is symmetric (checked): the block is its own transpose.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import secrets
@@ -9,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+DIGEST = "model_sha256"
+"""Name under which a file about a model holds the digest of the model's file."""
 
 
 @contextmanager
@@ -57,6 +61,12 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
     """
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def sha256(path: str | os.PathLike[str]) -> str:
+    """Digest of a file, in hexadecimal."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

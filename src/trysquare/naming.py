@@ -26,6 +26,20 @@ def require_known(name: str, known: Iterable[str], kind: str) -> None:
     raise ValueError(f"unknown {kind} {name!r}: {guess}known: {', '.join(names)}")
 
 
+def refuse_arguments(owner: str, names: Iterable[str], known: Iterable[str] = (), **why: str) -> None:
+    """Raise ``TypeError`` if one of the keyword arguments ``names`` is not ``known``, with the reason if there is one.
+
+    >>> from trysquare.naming import refuse_arguments
+    >>> refuse_arguments("SLLBlock2d", ["stride"], stride="use SLLAOCBlock2d")
+    Traceback (most recent call last):
+    TypeError: SLLBlock2d got an unexpected keyword argument 'stride': use SLLAOCBlock2d
+    """
+    for name in names:
+        if name not in known:
+            reason = why.get(name, "there is no such argument")
+            raise TypeError(f"{owner} got an unexpected keyword argument {name!r}: {reason}")
+
+
 def pick(table: Mapping[str, T], name: str, kind: str) -> T:
     """Entry of that name.
 

@@ -56,6 +56,13 @@ def methods():
     return {"costs": [cost], "accuracy": {"data": "digits", "budget": 3.0, "rows": rows}}
 
 
+def recipe():
+    good = {"accuracy": 0.5, "certified": [0.4, 0.3, 0.2, 0.1], "lipschitz": 1.0, "test_images": 10}
+    row = {"seconds": [10.0, 20.0], "results": [good, good], "steps": 5, "parameters": 1000}
+    better = {**row, "results": [good, {**good, "certified": [0.45, 0.3, 0.2, 0.1]}]}
+    return {"recipe": "digits", "budget": 20.0, "batch": 8, "rows": {"trysquare": row, "orthogonium": better}}
+
+
 def kernels():
     row = {"flops": 800, "calls": 10, "saved": 2.0, "seconds": [0.002]}
     rows = {"trysquare": row, "orthogonium": {**row, "seconds": [0.001]}}
@@ -91,6 +98,7 @@ DATA = {
     "orthogonalizers": orthogonalizers,
     "scaling": scaling,
     "methods": methods,
+    "recipe": recipe,
     "kernels": kernels,
     "compose": compose,
     "spectrum": spectrum,

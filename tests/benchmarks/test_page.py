@@ -45,6 +45,7 @@ def test_missing_peers_and_quick_runs_are_said_so():
                              "accuracy after 2 steps"]),
         ("scaling", []),
         ("methods", ["certified accuracy at 36/255 after the same time: orthogonium aoc 45.0%, ours 40.0%"]),
+        ("recipe", ["certified at 36/255 after the same time by the recipe digits: orthogonium 45.0%, ours 40.0%"]),
         ("kernels", ["kernel of 2 channels, 3 x 3: AOC of orthogonium takes 1 ms, ours 2 ms (2.00x)"]),
         ("spectrum", ["norm of conv"]),
     ],

@@ -287,9 +287,9 @@ def test_small_and_unbatched_maps(name):
         (lambda: ts.SLLBlock2d(4, dilation=(1, 0)), "dilation"),
         (lambda: ts.SLLAOCBlock2d(4, 6, groups=4), "out_channels=6 must be divisible by groups=4"),
         (lambda: ts.SLLAOCBlock2d(4, 8, groups=4, mid_channels=6), "mid_channels=6 must be divisible by groups=4"),
-        (lambda: ts.SLLAOCBlock2d(4, 8, groups=4), "pre of this block maps 4 in_channels to 4 .*: nothing to learn"),
+        (lambda: ts.SLLAOCBlock2d(4, 8, groups=4), "pre of this block.* maps 4 in_channels to 4 .*: nothing to learn"),
         (lambda: ts.SLLAOCBlock2d(4, 16, stride=2, dilation=2), "post of this block.*coprime to the stride"),
-        (lambda: ts.SLLAOCBlockTranspose2d(32, 4, 1, stride=2), "post of this block maps 4 in_channels to 32 .*: no"),
+        (lambda: ts.SLLAOCBlockTranspose2d(32, 4, 1, stride=2), "post of this block.* maps 4 in_channels to 32 .*: no"),
         (lambda: ts.SandwichAOCConv2d(4, 6, 3, groups=4), "out_channels=6 must be divisible by groups=4"),
         (lambda: ts.SandwichAOCConvTranspose2d(32, 4, 1, stride=2), "the strided kernel of this block.*no orthogonal"),
         (lambda: ts.SandwichConv2d(4, 6, 3, groups=4), "out_channels=6 must be divisible by groups=4"),
@@ -386,3 +386,30 @@ def test_compiles(name):
     x = torch.randn(1, *shape)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), block(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "reason"),
+    [
+        ("SLLBlock2d", "stride", "SLLAOCBlock changes both"),
+        ("CPLBlock1d", "out_channels", "SLLAOCBlock changes both"),
+        ("SLLBlock2d", "steps", "there is no such argument"),
+        ("SLLLinear", "steps", "there is no such argument"),
+        ("SLLAOCBlock2d", "mid_chanels", "there is no such argument"),
+        ("SandwichAOCConv3d", "mid_channels", "there is no such argument"),
+        ("SandwichAOCConvTranspose1d", "padding", "there is no such argument"),
+    ],
+)
+def test_unknown_arguments_are_named(name, option, reason):
+    numbers = (4, 4) if "AOC" in name else (4,)
+    with pytest.raises(TypeError, match=f"^{name} got an unexpected keyword argument '{option}': .*{reason}"):
+        getattr(ts, name)(*numbers, **{option: 2})
+
+
+def test_depthwise_blocks_name_the_width_that_lets_them_learn():
+    with pytest.raises(ValueError, match="one side of which is mid_channels"):
+        ts.SLLAOCBlock2d(4, 4, groups=4)
+    assert ts.SLLAOCBlock2d(4, 4, groups=4, mid_channels=8)(torch.zeros(1, 4, 5, 5)).shape == (1, 4, 5, 5)
+    with pytest.raises(ValueError, match="one side of which is hidden_channels"):
+        ts.SandwichAOCConv2d(4, 4, groups=4)
+    assert ts.SandwichAOCConv2d(4, 4, groups=4, hidden_channels=8)(torch.zeros(1, 4, 5, 5)).shape == (1, 4, 5, 5)

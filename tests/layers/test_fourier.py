@@ -9,7 +9,7 @@ from torch import nn
 
 import trysquare as ts
 from tests.oracle import dense, distance_from_orthogonal
-from trysquare.linalg.fourier import RESPONSES, as_complex, as_real, divisor_up_to
+from trysquare.linalg.fourier import RESPONSES, as_complex, as_real
 
 PLAIN = {1: ts.FourierOrthoConv1d, 2: ts.FourierOrthoConv2d, 3: ts.FourierOrthoConv3d}
 TRANSPOSED = {
@@ -205,17 +205,12 @@ def test_eco_has_few_taps_far_apart():
     assert set(map(tuple, kernel.abs().amax((0, 1)).gt(1e-12).nonzero().tolist())) == {
         (i, j) for i in (0, 2, 4) for j in (0, 3, 6)
     }
-    # Middle taps of the free kernel are used where three do not divide the size: only those have gradients.
-    layer.at_size(6, 9)
-    layer(torch.randn(1, 2, 8, 8, dtype=torch.float64)).square().sum().backward()
-    used = layer.weight.grad.abs().amax((0, 1, 2)) > 0
-    assert used.tolist() == [[True, True, False], [True, True, False], [False, False, False]]
-    wide = ts.FourierOrthoConv1d(2, 2, 5, method="eco", dtype=torch.float64)
-    (wide(torch.randn(1, 2, 9, dtype=torch.float64)) * torch.randn(2, 9)).sum().backward()
-    assert (wide.weight.grad.abs().amax((0, 1, 2)) > 0).tolist() == [False, True, True, True, False]
-    assert layer.equivalent_kernel_size(8, 9) == (2, 3)
-    assert divisor_up_to(3, 8) == 2
-    assert divisor_up_to(5, 3) == 3
+    # Where three does not divide the size, the next divisor does; every tap of the free kernel is used.
+    kernel = layer.at_size(8, 5)[1].weight.detach()
+    assert kernel.abs().amax((0, 1)).gt(1e-12).any(1).nonzero().flatten().tolist() == [0, 2, 4, 6]
+    assert layer.equivalent_kernel_size(8, 5) == (4, 5)
+    (layer(torch.randn(1, 2, 8, 5, dtype=torch.float64)) * torch.randn(2, 8, 5)).sum().backward()
+    assert (layer.weight.grad.abs().amax((0, 1, 2)) > 0).all()
     with pytest.raises(ValueError, match="has no meaning for method='eco'"):
         ts.FourierOrthoConv2d(2, 2, 3, dilation=2, method="eco")
 
@@ -277,15 +272,22 @@ def test_padding_is_refused_with_the_reason(name):
         getattr(ts, name)(4, 4, 3, speed=3)
 
 
-@pytest.mark.parametrize("size", [7, 35])
-def test_eco_refuses_sizes_that_leave_one_tap(size):
-    layer = ts.FourierOrthoConv2d(2, 2, 3, method="eco")
-    with pytest.raises(ValueError, match=rf"size {size} of axis 1 .* kernel_size=3 .*use kernel_size="):
-        layer(torch.zeros(1, 2, 6, size))
-    with pytest.raises(ValueError, match=f"size {size}"):
-        layer.equivalent_kernel_size(6, size)
-    assert ts.FourierOrthoConv2d(2, 2, (3, 1), method="eco")(torch.zeros(1, 2, 6, size)).shape == (1, 2, 6, size)
-    assert layer(torch.zeros(1, 2, 6, 1)).shape == (1, 2, 6, 1)
+@pytest.mark.parametrize("sizes", [(5, 7), (1, 1), (2, 1), (4, 35), (6, 13), (10, 9)])
+@pytest.mark.parametrize("kernel_size", [3, (2, 5)])
+def test_eco_is_orthogonal_at_any_size(sizes, kernel_size):
+    layer = ts.FourierOrthoConv2d(2, 3, kernel_size, method="eco", dtype=torch.float64)
+    assert distance_from_orthogonal(layer, (2, *sizes)) < 1e-11
+
+
+@pytest.mark.parametrize("name", ["FourierOrthoConv2d", "FourierOrthoConvTranspose2d", "SandwichConv2d"])
+def test_a_batch_may_be_empty(name):
+    layer = getattr(ts, name)(4, 8, 3, stride=2)
+    x = torch.zeros(0, 4, 6, 6, requires_grad=True)
+    y = layer(x)
+    assert y.shape == (0, *layer(torch.zeros(1, 4, 6, 6)).shape[1:])
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert all((p.grad == 0).all() for p in layer.parameters() if p.grad is not None)
 
 
 IMAGE_SIZED = {

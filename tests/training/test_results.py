@@ -1,4 +1,6 @@
+import hashlib
 import json
+import shutil
 import subprocess
 import sys
 
@@ -59,6 +61,25 @@ def test_certify(run, capsys):
     certificate = ts.Certificate.from_json((run.path / "certificate.json").read_text())
     assert len(certificate.radii) == 50
     assert certificate.epsilons == (36 / 255, 0.3)
+
+
+def test_files_name_the_weights_that_they_are_about(run, capsys, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(run.path, folder)
+    for command in ("certify", "attack", "audit", "report"):
+        assert main([command, str(folder), *(["--samples", "20"] if command in ("certify", "attack") else [])]) == 0
+    digest = hashlib.sha256((folder / "model.pt").read_bytes()).hexdigest()
+    for name in ("certificate", "attack", "audit"):
+        assert json.loads((folder / f"{name}.json").read_text())["model_sha256"] == digest
+    assert "of other weights" not in (folder / "report.html").read_text()
+    assert main(["train", "--resume", str(folder), "--train.epochs", str(run.recipe.train.epochs + 1)]) == 0
+    assert main(["audit", str(folder)]) == 0
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    assert [name for name in ("certificate", "attack", "audit") if f"The {name} is of other weights" in page] == [
+        "certificate",
+        "attack",
+    ]
 
 
 def test_audit(run, capsys):

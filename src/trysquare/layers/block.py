@@ -16,6 +16,7 @@ from trysquare.layers.conv import Size
 from trysquare.layers.explicit import Application
 from trysquare.layers.packing import PackedKernels, unpack
 from trysquare.layers.padding import check_padding_mode
+from trysquare.naming import refuse_arguments
 from trysquare.parametrizations import Parametrization, orthogonal_kernel
 
 
@@ -30,6 +31,8 @@ class Block(ParametrizedWeight):
     _second: Application
     # Attributes that are numbers of the block.
     _shown: ClassVar[tuple[str, ...]]
+    # Further keyword arguments, for what makes the kernels.
+    _options: ClassVar[tuple[str, ...]] = ()
 
     def _finish(
         self,
@@ -116,6 +119,7 @@ class ResamplingBlock(PackedBlock):
         **options: Any,
     ) -> None:
         super().__init__()
+        refuse_arguments(self._get_name(), options, self._options)
         check_padding_mode(padding_mode)
         self._sides = (out_channels, in_channels) if self.transposed else (in_channels, out_channels)
         self.hidden_channels = self._sides[1] if hidden_channels is None else hidden_channels
@@ -131,8 +135,10 @@ class ResamplingBlock(PackedBlock):
         first_shape = (self.hidden_channels, in_channels // groups, *self._first.kernel_size)
         self._finish(kernels, first_shape, bias, activation)
 
-    def _geometry(self, name: str, channels: tuple[int, int], kernel_size: Sizes, strided: bool) -> ConvGeometry:
-        """Geometry of the orthogonal kernel ``name``.
+    def _geometry(
+        self, name: str, channels: tuple[int, int], kernel_size: Sizes, strided: bool, inside: str
+    ) -> ConvGeometry:
+        """Geometry of the orthogonal kernel ``name``, which has ``inside`` as one of its numbers of channels.
 
         Raises:
             ValueError: if there is none with these numbers.
@@ -143,7 +149,8 @@ class ResamplingBlock(PackedBlock):
         except ValueError as error:
             inputs, outputs = channels
             raise ValueError(
-                f"{name} of this block maps {inputs} in_channels to {outputs} out_channels: {error}"
+                f"{name} of this block, one side of which is {inside}, maps {inputs} in_channels to {outputs} "
+                f"out_channels: {error}"
             ) from None
 
     def _orthogonal(self, geometry: ConvGeometry, factory: dict[str, Any]) -> Parametrization:

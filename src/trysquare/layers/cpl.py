@@ -68,6 +68,7 @@ class CPLLinear(PotentialLinear):
     """
 
     contraction = NormContraction
+    _options = ("steps",)
 
 
 class CPLBlock(PotentialConv):
@@ -96,6 +97,7 @@ class CPLBlock(PotentialConv):
     """
 
     contraction = NormContraction
+    _options = ("steps",)
 
 
 class CPLBlock1d(CPLBlock):

@@ -14,7 +14,7 @@ from trysquare.layers.explicit import Application
 from trysquare.layers.pooling import depth_to_space, space_to_depth
 from trysquare.linalg.fourier import RESPONSES, apply_response, eco_taps, explicit_kernel, orthogonal_response
 from trysquare.linalg.precision import at_least_float32
-from trysquare.naming import pick
+from trysquare.naming import pick, refuse_arguments
 from trysquare.parametrizations import METHODS
 from trysquare.parametrizations.base import random_orthonormal
 from trysquare.parametrizations.upkeep import Caching
@@ -39,10 +39,8 @@ class ImageSized(Caching):
         groups: int,
         others: dict[str, Any],
     ) -> None:
-        for name in others:
-            known = "the domain is always circular, and the output as large as the input / stride; leave it out"
-            why = known if name in ("padding", "padding_mode", "output_padding") else "there is no such argument"
-            raise TypeError(f"{self._get_name()} got an unexpected keyword argument {name!r}: {why}")
+        why = "the domain is always circular, and the output as large as the input / stride; leave it out"
+        refuse_arguments(self._get_name(), others, padding=why, padding_mode=why, output_padding=why)
         self.in_channels, self.out_channels = channels
         check_groups(groups, in_channels=self.in_channels, out_channels=self.out_channels)
         self.groups = groups
@@ -215,11 +213,11 @@ class _FourierConvolution(ImageSized):
     def equivalent_kernel_size(self, *sizes: int) -> tuple[int, ...]:
         """Taps of the kernel on each axis, for an input of the given sizes: as many as the finer map has positions.
 
-        ECO has fewer, which are spread over the whole map: on each axis, of the domain after the stride, the largest
-        divisor of its size that is at most ``kernel_size``.
+        ECO may have fewer, which are spread over the whole map: on each axis, of the domain after the stride, the
+        smallest divisor of its size that is at least ``kernel_size``.
 
         >>> FourierOrthoConv2d(4, 4, 3, method="eco").equivalent_kernel_size(32, 33)
-        (2, 3)
+        (4, 3)
         """
         taps = self.coarse_sizes(per_axis("sizes", sizes, self.dims))
         if self.method == "eco":
@@ -291,9 +289,9 @@ class FourierOrthoConv2d(_Plain):
     Args:
         in_channels: channels of the input.
         out_channels: channels of the output.
-        kernel_size: size of the *free* kernel, from which the blocks are made. On each axis ``"eco"`` uses as many of
-            its taps as the largest divisor of the size (after the stride) that is at most ``kernel_size``: choose one
-            that divides the sizes. ``equivalent_kernel_size`` tells how many.
+        kernel_size: size of the *free* kernel, from which the blocks are made. Where it divides the size (after the
+            stride), ``"eco"`` has as many taps, all over the axis; elsewhere the next larger divisor, which costs more
+            to build. ``equivalent_kernel_size`` tells how many.
         stride: stride; must divide the input.
         dilation: spacing of the taps of the free kernel; not for ``"eco"``.
         groups: number of independent groups of channels.
@@ -303,7 +301,7 @@ class FourierOrthoConv2d(_Plain):
         method: ``"cayley"``, ``"lot"`` or ``"eco"``; see ``trysquare.linalg.fourier``.
 
     Raises:
-        ValueError: if an argument has no meaning, or at a forward pass, if ``"eco"`` would have one tap on an axis.
+        ValueError: if an argument has no meaning.
         TypeError: for an argument of ``nn.Conv2d`` that it does not have, such as ``padding``.
         ArithmeticError: at a forward pass, if the free kernel has left the domain of the method.
 

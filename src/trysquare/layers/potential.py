@@ -21,6 +21,7 @@ from trysquare.layers.conv import Size
 from trysquare.layers.explicit import Application
 from trysquare.layers.padding import check_padding_mode
 from trysquare.linalg.kernels import adjoint
+from trysquare.naming import refuse_arguments
 from trysquare.parametrizations import Parametrization
 
 
@@ -100,6 +101,7 @@ class PotentialLinear(_PotentialStep):
         **options: Any,
     ) -> None:
         super().__init__()
+        refuse_arguments(self._get_name(), options, self._options)
         self.features = features
         self.hidden_features = features if hidden_features is None else hidden_features
         check_groups(1, features=features, hidden_features=self.hidden_features)
@@ -129,6 +131,8 @@ class PotentialConv(_PotentialStep):
         **options: Any,
     ) -> None:
         super().__init__()
+        why = "the block adds to its own input, so channels and size stay; SLLAOCBlock changes both"
+        refuse_arguments(self._get_name(), options, self._options, stride=why, out_channels=why)
         check_padding_mode(padding_mode)
         self.channels, self.groups, self.padding_mode = channels, groups, padding_mode
         self.hidden_channels = channels if hidden_channels is None else hidden_channels

@@ -144,8 +144,8 @@ class _ExplicitSandwich(_Sandwich, ResamplingBlock):
 
     def _kernels(self, factory: dict[str, Any]) -> SandwichKernels:
         fine, coarse = ((side, self.hidden_channels) for side in self._sides)
-        strided = self._geometry("the strided kernel", fine, self.kernel_size, strided=True)
-        plain = self._geometry("the plain kernel", coarse, self.kernel_size, strided=False)
+        strided = self._geometry("the strided kernel", fine, self.kernel_size, True, "hidden_channels")
+        plain = self._geometry("the plain kernel", coarse, self.kernel_size, False, "hidden_channels")
         down = self._application(self.kernel_size, strided.pads("same", self.padding_mode), strided=True)
         flat = self._application(self.kernel_size, plain.pads("same", self.padding_mode), strided=False)
         self._first, self._second = (flat, down.adjoint()) if self.transposed else (down, flat.flipped())

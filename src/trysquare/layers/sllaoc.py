@@ -74,6 +74,7 @@ class _FusedBlock(ResamplingBlock):
     """Constructor and forward pass of both blocks; ``pre`` and ``K`` act on the fine side."""
 
     _shown = (*ResamplingBlock._shown, "mid_channels")
+    _options = ("mid_channels",)
 
     def _kernels(self, factory: dict[str, Any], mid_channels: int | None = None) -> FusedKernels:
         fine, coarse = self._sides
@@ -82,8 +83,8 @@ class _FusedBlock(ResamplingBlock):
         inner, outer = _halves(self.kernel_size)
         shape = (self.hidden_channels, self.mid_channels // self.groups, *inner)
         kernels = FusedKernels(
-            self._orthogonal(self._geometry("pre", (fine, self.mid_channels), outer, strided=False), factory),
-            self._orthogonal(self._geometry("post", (self.mid_channels, coarse), outer, strided=True), factory),
+            self._orthogonal(self._geometry("pre", (fine, self.mid_channels), outer, False, "mid_channels"), factory),
+            self._orthogonal(self._geometry("post", (self.mid_channels, coarse), outer, True, "mid_channels"), factory),
             RowContraction(shape, self.groups, **factory),
             self.transposed,
             **factory,

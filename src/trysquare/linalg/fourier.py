@@ -16,9 +16,8 @@ name        block                                         from
 =========== ============================================= =======================================================
 
 ECO's kernel has ``k`` taps on an axis, ``size / k`` apart: its response repeats every ``k`` frequencies, so only
-``prod(k)`` matrices have to be built. Such a kernel exists only if ``k`` divides the size; otherwise the largest
-divisor below ``k`` takes its place and the outer taps of the free kernel are not used. Where that would leave a single
-tap of several, the size is refused.
+``prod(k)`` matrices have to be built. Such a kernel exists only if ``k`` divides the size; otherwise the next larger
+divisor, at most the size itself, takes its place.
 """
 
 from __future__ import annotations
@@ -87,39 +86,24 @@ def _directly(orthogonalize: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Si
     return response
 
 
-def divisor_up_to(most: int, size: int) -> int:
-    """Largest divisor of ``size`` that is at most ``most``.
+def divisor_from(least: int, size: int) -> int:
+    """Smallest divisor of ``size`` that is at least ``least``, or ``size`` itself.
 
-    >>> from trysquare.linalg.fourier import divisor_up_to
-    >>> divisor_up_to(3, 32)
-    2
+    >>> from trysquare.linalg.fourier import divisor_from
+    >>> divisor_from(3, 33), divisor_from(3, 32), divisor_from(3, 31), divisor_from(3, 2)
+    (3, 4, 31, 2)
     """
-    return next(k for k in range(min(most, size), 0, -1) if size % k == 0)
+    return next((k for k in range(least, size) if size % k == 0), size)
 
 
 def eco_taps(kernel_size: Sizes, sizes: Sizes) -> Sizes:
-    """How many taps ECO has on each axis of a domain of these sizes.
-
-    Raises:
-        ValueError: if a kernel of several taps would have one.
-    """
-    taps = tuple(divisor_up_to(k, size) for k, size in zip(kernel_size, sizes, strict=True))
-    for axis, (count, k, size) in enumerate(zip(taps, kernel_size, sizes, strict=True)):
-        if count == 1 < min(k, size):
-            divisor = next(d for d in range(2, size + 1) if size % d == 0)
-            raise ValueError(
-                f"method='eco' has taps size / k apart, and size {size} of axis {axis} (after the stride) has no "
-                f"divisor up to kernel_size={k} but 1: the kernel would be a single tap; use kernel_size={divisor}, "
-                f"pad or crop the input to a multiple of {k}, or use method='cayley' or 'lot'"
-            )
-    return taps
+    """How many taps ECO has on each axis of a domain of these sizes."""
+    return tuple(divisor_from(k, size) for k, size in zip(kernel_size, sizes, strict=True))
 
 
 def _eco(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
     dims = len(sizes)
     periods = eco_taps(tuple(kernel.shape[-dims:]), sizes)
-    for axis, period in enumerate(periods, start=3):
-        kernel = kernel.narrow(axis, (kernel.shape[axis] - period) // 2, period)
     free = _blocks(place_taps(kernel, periods, (1,) * dims), dims, half=False)
     blocks = as_complex(exponential(as_real(free)))
     frequencies = (*sizes[:-1], sizes[-1] // 2 + 1)
@@ -172,7 +156,9 @@ def orthogonal_response(kernel: Tensor, sizes: Sizes, dilation: Sizes, method: s
 def apply_response(response: Tensor, x: Tensor, dims: int) -> Tensor:
     """Convolve ``(b, g m, *sizes)`` by the blocks ``(*frequencies, g, n, m)``: ``(b, g n, *sizes)``, real."""
     axes, sizes = tuple(range(-dims, 0)), x.shape[-dims:]
-    groups = response.shape[dims]
+    groups, outputs, _ = response.shape[dims:]
+    if x.shape[0] == 0:  # which torch's transform refuses
+        return x.new_zeros(0, groups * outputs, *sizes) + 0 * (x.sum() + response.real.sum())
     with full_precision(x):
         spectrum = torch.fft.rfftn(x.unflatten(1, (groups, -1)), dim=axes)  # (b, g, m, *frequencies)
         columns = spectrum.permute(*range(3, 3 + dims), 1, 2, 0)

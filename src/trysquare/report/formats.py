@@ -87,6 +87,18 @@ def count(value: int) -> str:
     return f"{value:,}"
 
 
+def duration(seconds: float) -> str:
+    """Seconds, minutes or hours, whichever are few.
+
+    >>> from trysquare.report.formats import duration
+    >>> duration(12.4), duration(1800), duration(9000)
+    ('12 s', '30 min', '2.5 h')
+    """
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def shortened(text: str, length: int) -> str:
     """At most ``length`` characters, the beginning left out: ends of layers' names tell them apart.
 

@@ -14,10 +14,13 @@ from trysquare.attacks import AttackReport
 from trysquare.auditing import AuditReport
 from trysquare.certification import Certificate
 from trysquare.checkpoint import load_model
+from trysquare.files import DIGEST, sha256
 
 T = TypeVar("T")
 
 KINDS = ("train", "evaluation")
+# What is known about a model, and the command that finds it out.
+COMMANDS = {"certificate": "certify", "attack": "attack", "audit": "audit"}
 _DAMAGE = (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError)
 
 
@@ -52,6 +55,8 @@ class Run:
         certificate: of the model on the test data.
         attack: ``None`` if there is none yet, as with ``audit``.
         audit: layer by layer.
+        outdated: what the report shows of other weights than those of ``model.pt``: ``"certificate"``, ``"attack"`` or
+            ``"audit"``.
     """
 
     path: Path
@@ -63,6 +68,7 @@ class Run:
     certificate: Certificate
     attack: AttackReport | None
     audit: AuditReport | None
+    outdated: tuple[str, ...]
 
     def command(self, name: str) -> str:
         """What to type to have this done to the run."""
@@ -93,6 +99,7 @@ def read_run(path: Path) -> Run:
         _read(path / "certificate.json", "a certificate", _certificate, f"trysquare certify {path}"),
         _optional(path / "attack.json", "an attack report", _attack),
         _optional(path / "audit.json", "an audit", _audit),
+        _outdated(path),
     )
 
 
@@ -114,6 +121,14 @@ def read_recipe(path: Path) -> tuple[str, Mapping[str, Any]]:
             raise ValueError(error) from error
 
     return _read(path / "recipe.yaml", "a recipe: YAML with named sections", parsed)
+
+
+def _outdated(path: Path) -> tuple[str, ...]:
+    """Files that name the digest of another model; one without was not written by a command, and is believed."""
+    digest = sha256(path / "model.pt")
+    files = {name: path / f"{name}.json" for name in COMMANDS}
+    about = {name: json.loads(file.read_bytes()).get(DIGEST, digest) for name, file in files.items() if file.is_file()}
+    return tuple(name for name, found in about.items() if found != digest)
 
 
 def _optional(path: Path, expected: str, parse: Callable[[str], T]) -> T | None:

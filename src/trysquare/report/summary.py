@@ -7,14 +7,22 @@ import math
 from trysquare.attacks import CertificateError
 from trysquare.certification import Certificate
 from trysquare.report.elements import section
-from trysquare.report.formats import bound, count, epsilon, number, percent, radius, scientific
+from trysquare.report.formats import bound, count, duration, epsilon, number, percent, radius, scientific
 from trysquare.report.markup import Markup, tag
-from trysquare.report.reading import Run
+from trysquare.report.reading import COMMANDS, Run
 
 
 def warnings(run: Run) -> list[Markup]:
     """What speaks against the certificate, at the top of the page."""
-    found: list[tuple[object, ...]] = []
+    found: list[tuple[object, ...]] = [
+        (
+            tag("strong", f"The {name} is of other weights"),
+            " than those in model.pt, which changed afterwards. Run ",
+            tag("code", run.command(COMMANDS[name])),
+            " again.",
+        )
+        for name in run.outdated
+    ]
     if (disproof := _disproof(run)) is not None:
         found.append((tag("strong", "Do not trust this certificate."), f" An attack disproves it: {disproof}."))
     if not _same_certificate(run):
@@ -93,9 +101,18 @@ def facts(run: Run) -> Markup:
         ("Evaluation error", scientific(certificate.evaluation_error), measured),
         ("Median radius", radius(float(certificate.radii.median())), "of all images, wrong ones at 0"),
         ("Parameters", count(run.parameters), " × ".join(map(str, certificate.input_shape)) + " inputs"),
+        *_training(run),
     ]
     pairs = [tag("div", tag("dt", name), tag("dd", value, tag("small", note))) for name, value, note in entries]
     return tag("dl", pairs, class_="facts")
+
+
+def _training(run: Run) -> list[tuple[str, str, str]]:
+    """How long it took, if that was recorded."""
+    if not run.metrics or "seconds" not in run.metrics[-1].values:
+        return []
+    last = run.metrics[-1]
+    return [("Training", duration(last.values["seconds"]), f"{count(int(last.step))} steps, evaluation included")]
 
 
 def meaning(run: Run) -> Markup:

@@ -12,6 +12,7 @@ from trysquare.attacks import AttackReport, attack_report, autoattack_l2, pgd_l2
 from trysquare.auditing import AuditReport, audit
 from trysquare.certification import Certificate, certify
 from trysquare.export import FORMATS, export
+from trysquare.files import DIGEST, sha256
 from trysquare.naming import pick
 from trysquare.training.run import Run
 
@@ -31,8 +32,9 @@ def certify_run(run: Run, *, samples: int | None = None, epsilons: Sequence[floa
         samples: how many images, evenly spread; all unless given.
         epsilons: radii; those of the recipe unless given.
     """
+    about = _weights(run)
     certificate = _certificate(run, samples, epsilons)
-    run.write("certificate.json", certificate.to_json() + "\n")
+    _write(run, "certificate.json", about, certificate.to_json())
     return certificate
 
 
@@ -53,17 +55,29 @@ def attack_run(
         epsilons: radii; those of the recipe unless given.
     """
     chosen = pick(ATTACKS, attack, "attack")
+    about = _weights(run)
     certificate = _certificate(run, samples, epsilons)
     report = attack_report(run.model(), run.batches(samples=samples), certificate, attack=chosen)
-    run.write("attack.json", json.dumps({"attack": attack, **json.loads(report.to_json())}, indent=2) + "\n")
+    _write(run, "attack.json", {"attack": attack, **about}, report.to_json())
     return report
 
 
 def audit_run(run: Run, *, spectra: bool = False) -> AuditReport:
     """Audit the model of a run on inputs of its data's shape, and write ``audit.json``."""
+    about = _weights(run)
     report = audit(run.model(), input_shape(run), spectra=spectra)
-    run.write("audit.json", report.to_json() + "\n")
+    _write(run, "audit.json", about, report.to_json())
     return report
+
+
+def _weights(run: Run) -> dict[str, str]:
+    """What tells the present ``model.pt`` from later ones; asked for before it is read, so that a doubt is seen."""
+    path = run.path / "model.pt"
+    return {DIGEST: sha256(path)} if path.is_file() else {}
+
+
+def _write(run: Run, name: str, about: dict[str, str], result: str) -> None:
+    run.write(name, json.dumps({**about, **json.loads(result)}, indent=2) + "\n")
 
 
 def input_shape(run: Run) -> tuple[int, ...]:

@@ -1,0 +1,139 @@
+"""The network of a recipe with our layers and with orthogonium's, trained by the recipe for the same time, certified.
+
+Data, augmentation, loss, margin and optimizer are those of the recipe; only the classes of the orthogonal layers are
+exchanged. The two take turns of a minute, so that a machine that is slower for a while is so for both. The time of
+evaluations is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import trysquare as ts
+from benchmarks import peers
+from benchmarks.networks import exchange
+from benchmarks.report import Part, Plot, Table
+from benchmarks.training import EPSILONS, Task, certificate
+from trysquare.progress import track
+from trysquare.training import build
+from trysquare.training.distribution import World
+from trysquare.training.recipe import Recipe
+from trysquare.training.step import Gradients
+
+LIBRARIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "trysquare": lambda model: model,
+    "orthogonium": lambda model: exchange(model, peers.aoc, peers.linear),
+}
+TURN = 60.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this command."""
+    parser.add_argument("--data", help="folder of CIFAR-10; the recipe for the digits of the package without it")
+    parser.add_argument("--budget", type=float, help="seconds of training with each library; 1800 (--quick: 15)")
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Steps, and accuracy by the time spent, of each library."""
+    name = "cifar10-cpu" if arguments.data else "digits"
+    recipe = ts.training.read_recipe(name, {"data.root": arguments.data} if arguments.data else None)
+    budget = arguments.budget or (15.0 if arguments.quick else 1800.0)
+    turns = max(3, round(budget / TURN))
+    task = Task(arguments.data, recipe.train.batch_size, test_images=200 if arguments.quick else None)
+    runs = {
+        library: _Run(recipe, change)
+        for library, change in LIBRARIES.items()
+        if library == "trysquare" or peers.installed()
+    }
+    rows: dict[str, Any] = {library: {"seconds": [], "results": []} for library in runs}
+    for turn in track(range(turns), "training in turns", turns):
+        for library, run in runs.items():
+            run.train(budget * (turn + 1) / turns)
+            if turn + 1 in _evaluated(turns):
+                rows[library]["seconds"].append(run.seconds)
+                rows[library]["results"].append(run.certificate(task))
+    for library, run in runs.items():
+        rows[library]["steps"] = run.steps
+        rows[library]["parameters"] = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    return {"recipe": name, "budget": budget, "batch": recipe.train.batch_size, "rows": rows}
+
+
+def _evaluated(turns: int, times: int = 6) -> set[int]:
+    """After which turns to evaluate: a few, evenly spaced, and the last."""
+    return {max(1, round(turns * (i + 1) / times)) for i in range(times)}
+
+
+class _Run:
+    """A training under way that can be paused."""
+
+    def __init__(self, recipe: Recipe, change: Callable[[nn.Module], nn.Module]) -> None:
+        images = build.load_images(recipe, "train")
+        self.model: Any = build.build_model(recipe, images)
+        # The margin is that of the model with our layers, whose constant is known.
+        loss = build.build_loss(recipe, self.model, build.model_arguments(recipe, images)["input_shape"])
+        change(self.model)
+        loader = build.training_batches(recipe, images, World(torch.device("cpu")))
+        self.stepper = build.build_stepper(recipe, self.model, recipe.train.epochs * len(loader))
+        self.gradients = Gradients(self.model, loss)
+        self.batches: Iterator[tuple[Tensor, Tensor]] = (batch for epoch in count() for batch in loader.epoch(epoch))
+        self.seconds, self.steps = 0.0, 0
+
+    def train(self, until: float) -> None:
+        """Go on until so many seconds were spent in all."""
+        self.model.train()
+        while self.seconds < until:
+            begin = time.perf_counter()
+            self.stepper.optimizer.zero_grad(set_to_none=True)
+            self.gradients(*next(self.batches))
+            self.stepper.step(self.steps)
+            self.seconds += time.perf_counter() - begin
+            self.steps += 1
+
+    def certificate(self, task: Task) -> dict[str, Any]:
+        """Of the weights that the optimizer evaluates with."""
+        with self.stepper.evaluation_weights():
+            return certificate(copy.deepcopy(self.model).eval(), task)
+
+
+def describe(data: dict[str, Any]) -> list[Part]:
+    """The end of each run, and the way there."""
+    columns = ["layers", "parameters", "steps", "accuracy", *(f"at {e}/255" for e in (36, 72, 108, 255)), "Lipschitz"]
+    rows = [
+        [
+            library,
+            f"{row['parameters'] / 1e6:.2f} M",
+            str(row["steps"]),
+            *(f"{share:.1%}" for share in (row["results"][-1]["accuracy"], *row["results"][-1]["certified"])),
+            f"{row['results'][-1]['lipschitz']:.4f}",
+        ]
+        for library, row in data["rows"].items()
+    ]
+    title = f"recipe {data['recipe']}, batches of {data['batch']}, {data['budget']:g} s of training each"
+    series = {
+        library: ([s / 60 for s in row["seconds"]], [found["certified"][0] for found in row["results"]])
+        for library, row in data["rows"].items()
+    }
+    plot = Plot("recipe", title, series, "minutes of training", f"certified at {EPSILONS[0]:.3f}")
+    return [Table(columns, rows, title), plot]
+
+
+def peer_wins(data: dict[str, Any]) -> list[str]:
+    """Where the network with orthogonium's layers ends up better."""
+    ends = {library: row["results"][-1] for library, row in data["rows"].items()}
+    if "orthogonium" not in ends:
+        return []
+    mine, theirs = ({"accuracy": e["accuracy"], "certified at 36/255": e["certified"][0]} for e in ends.values())
+    when = f"after the same time by the recipe {data['recipe']}"
+    return [
+        f"{what} {when}: orthogonium {theirs[what]:.1%}, ours {mine[what]:.1%}."
+        for what in mine
+        if theirs[what] > mine[what] + 0.005
+    ]
