@@ -110,6 +110,12 @@ def test_errors_are_one_line(elsewhere, capsys):
     assert "such as 3,32,32" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("model", ["somebodys_model:build", "model.pt"])
+def test_audit_asks_for_the_shape_that_only_a_run_knows(model, capsys):
+    assert main(["audit", model]) == 1
+    assert f"{model} is not the directory of a run: say the shape of its inputs" in capsys.readouterr().err
+
+
 def test_files_that_cannot_be_written_are_found_before_the_work(elsewhere, capsys, monkeypatch):
     monkeypatch.setattr("trysquare.cli.load_model", lambda source: pytest.fail("too late"))
     (elsewhere / "folder.json").mkdir()

@@ -167,6 +167,11 @@ def _audit(options: argparse.Namespace, overrides: Overrides) -> None:
         check_picture(options.plot)
     spectra = options.plot is not None
     if options.input_shape is None:
+        if not Path(options.model).is_dir():
+            raise ValueError(
+                f"{options.model} is not the directory of a run: say the shape of its inputs, such as "
+                "--input-shape 3,32,32"
+            )
         report = training.audit_run(training.load_run(options.model, overrides), spectra=spectra)
     else:
         report = audit(load_model(options.model), options.input_shape, spectra=spectra)

@@ -38,7 +38,7 @@ MODELS: dict[str, Builder] = {
         tiny, "for 28 x 28 images, on a few processor cores", widths=(16, 64), dense_width=256, dense_layers=2
     ),
     "tiny-cifar": Builder(
-        tiny, "for 32 x 32 images, on a few processor cores", widths=(32, 64, 128), dense_width=256, dense_layers=2
+        tiny, "for 32 x 32 images, on a few processor cores", widths=(16, 64, 256), dense_width=256, dense_layers=2
     ),
 }
 
