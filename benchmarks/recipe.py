@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this command."""
     parser.add_argument("--data", help="folder of CIFAR-10; the recipe for the digits of the package without it")
     parser.add_argument("--budget", type=float, help="seconds of training with each library; 1800 (--quick: 15)")
+    parser.add_argument("--only", choices=LIBRARIES, help="one library, where `trysquare train` has run the other")
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -48,21 +50,16 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     budget = arguments.budget or (15.0 if arguments.quick else 1800.0)
     turns = max(3, round(budget / TURN))
     task = Task(arguments.data, recipe.train.batch_size, test_images=200 if arguments.quick else None)
-    runs = {
-        library: _Run(recipe, change)
-        for library, change in LIBRARIES.items()
-        if library == "trysquare" or peers.installed()
-    }
-    rows: dict[str, Any] = {library: {"seconds": [], "results": []} for library in runs}
+    chosen = {name: change for name, change in LIBRARIES.items() if arguments.only in (None, name)}
+    if not peers.installed():
+        chosen.pop("orthogonium", None)
+    runs = {name: _Run(recipe, change) for name, change in chosen.items()}
     for turn in track(range(turns), "training in turns", turns):
-        for library, run in runs.items():
+        for run in runs.values():
             run.train(budget * (turn + 1) / turns)
             if turn + 1 in _evaluated(turns):
-                rows[library]["seconds"].append(run.seconds)
-                rows[library]["results"].append(run.certificate(task))
-    for library, run in runs.items():
-        rows[library]["steps"] = run.steps
-        rows[library]["parameters"] = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+                run.evaluate(task)
+    rows = {library: run.row() for library, run in runs.items()}
     return {"recipe": name, "budget": budget, "batch": recipe.train.batch_size, "rows": rows}
 
 
@@ -84,28 +81,41 @@ class _Run:
         self.stepper = build.build_stepper(recipe, self.model, recipe.train.epochs * len(loader))
         self.gradients = Gradients(self.model, loss)
         self.batches: Iterator[tuple[Tensor, Tensor]] = (batch for epoch in count() for batch in loader.epoch(epoch))
-        self.seconds, self.steps = 0.0, 0
+        self.seconds, self.steps, self.error = 0.0, 0, ""
+        self.evaluated: list[tuple[float, dict[str, Any]]] = []
 
     def train(self, until: float) -> None:
-        """Go on until so many seconds were spent in all."""
+        """Go on until so many seconds were spent in all, or the loss is not finite."""
         self.model.train()
-        while self.seconds < until:
+        while self.seconds < until and not self.error:
             begin = time.perf_counter()
             self.stepper.optimizer.zero_grad(set_to_none=True)
-            self.gradients(*next(self.batches))
+            loss, *_ = self.gradients(*next(self.batches)).tolist()
+            if not math.isfinite(loss):
+                self.error = f"the loss of step {self.steps + 1} is {loss}"
             self.stepper.step(self.steps)
             self.seconds += time.perf_counter() - begin
             self.steps += 1
 
-    def certificate(self, task: Task) -> dict[str, Any]:
-        """Of the weights that the optimizer evaluates with."""
-        with self.stepper.evaluation_weights():
-            return certificate(copy.deepcopy(self.model).eval(), task)
+    def evaluate(self, task: Task) -> None:
+        """Certify the weights that the optimizer evaluates with."""
+        if not self.error:
+            with self.stepper.evaluation_weights():
+                self.evaluated.append((self.seconds, certificate(copy.deepcopy(self.model).eval(), task)))
+
+    def row(self) -> dict[str, Any]:
+        """For the results."""
+        if self.error:
+            return {"error": self.error}
+        parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        seconds, results = zip(*self.evaluated, strict=True)
+        return {"steps": self.steps, "parameters": parameters, "seconds": seconds, "results": results}
 
 
 def describe(data: dict[str, Any]) -> list[Part]:
     """The end of each run, and the way there."""
     columns = ["layers", "parameters", "steps", "accuracy", *(f"at {e}/255" for e in (36, 72, 108, 255)), "Lipschitz"]
+    works = {library: row for library, row in data["rows"].items() if "error" not in row}
     rows = [
         [
             library,
@@ -114,23 +124,24 @@ def describe(data: dict[str, Any]) -> list[Part]:
             *(f"{share:.1%}" for share in (row["results"][-1]["accuracy"], *row["results"][-1]["certified"])),
             f"{row['results'][-1]['lipschitz']:.4f}",
         ]
-        for library, row in data["rows"].items()
+        for library, row in works.items()
     ]
     title = f"recipe {data['recipe']}, batches of {data['batch']}, {data['budget']:g} s of training each"
     series = {
         library: ([s / 60 for s in row["seconds"]], [found["certified"][0] for found in row["results"]])
-        for library, row in data["rows"].items()
+        for library, row in works.items()
     }
     plot = Plot("recipe", title, series, "minutes of training", f"certified at {EPSILONS[0]:.3f}")
-    return [Table(columns, rows, title), plot]
+    failures = [f"{name} is not in the table: {row['error']}." for name, row in data["rows"].items() if "error" in row]
+    return [Table(columns, rows, title), *failures, plot]
 
 
 def peer_wins(data: dict[str, Any]) -> list[str]:
     """Where the network with orthogonium's layers ends up better."""
-    ends = {library: row["results"][-1] for library, row in data["rows"].items()}
-    if "orthogonium" not in ends:
+    ends = [row["results"][-1] for row in data["rows"].values() if "error" not in row]
+    if len(ends) < len(LIBRARIES):
         return []
-    mine, theirs = ({"accuracy": e["accuracy"], "certified at 36/255": e["certified"][0]} for e in ends.values())
+    mine, theirs = ({"accuracy": e["accuracy"], "certified at 36/255": e["certified"][0]} for e in ends)
     when = f"after the same time by the recipe {data['recipe']}"
     return [
         f"{what} {when}: orthogonium {theirs[what]:.1%}, ours {mine[what]:.1%}."

@@ -57,6 +57,13 @@ def test_peers_that_are_better_are_found_in_the_data(name, wins):
     assert all(f"* {line}" in page.render({name: result(name)}) for line in found)
 
 
+def test_a_library_that_breaks_is_said_so():
+    data = DATA["recipe"]()
+    data["rows"]["orthogonium"] = {"error": "the loss of step 2 is nan"}
+    assert "orthogonium is not in the table: the loss of step 2 is nan." in to_text(command("recipe").describe(data))
+    assert not command("recipe").peer_wins(data)
+
+
 def test_a_slower_evaluation_is_a_win_of_the_peer():
     assert any("evaluation: AOC of orthogonium" in win for win in command("overhead").peer_wins(overhead(aoc_eval=3.0)))
 
