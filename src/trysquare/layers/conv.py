@@ -19,7 +19,7 @@ from trysquare.geometry import ConvGeometry, Pads, check_circular_size, per_axis
 from trysquare.layers.base import ParametrizedWeight, check_dtype, copy_weights, factory_of
 from trysquare.layers.explicit import Application
 from trysquare.layers.padding import CONV, PLAIN_CONV, crops, crops_for, flat, native_crop, symmetric
-from trysquare.layers.wrapping import circular_pad
+from trysquare.layers.wrapping import circular_convolution, circular_pad
 from trysquare.linalg.orthogonalize import orthogonalizer as find_orthogonalizer
 from trysquare.parametrizations import find_method
 
@@ -262,21 +262,24 @@ class _Convolution(_OrthogonalConvolution):
         """
         self._check_axes(input)
         if self.padding_mode == "circular":
-            return self._convolve(self._extended(input), 0)
+            return self._convolve_around(input)
         if isinstance(self.padding, tuple):
             return self._convolve(input, self.padding)
         return self._convolve(F.pad(input, self._flat_pads), 0)
 
-    def _extended(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Circular padding; kept short, because an eval pass must cost what torch's own does."""
-        torch_can = True
+    def _convolve_around(self, input: Tensor) -> Tensor:  # noqa: A002
+        """With circular padding; kept short, because an eval pass must cost what torch's own does."""
+        within_a_period = True
         for size, stride, widest in zip(input.shape[-self.dims :], self.stride, self._widest, strict=True):
             if size % stride:
                 check_circular_size(input.shape[-self.dims :], self.stride)
-            torch_can = torch_can and widest <= size
-        if not torch_can:
-            return circular_pad(input, self._pads)
-        return F.pad(input, self._flat_pads, mode="circular") if self._needs_padding else input
+            within_a_period = within_a_period and widest <= size
+        if not self._needs_padding:
+            return self._convolve(input, 0)
+        if not within_a_period:
+            return self._convolve(circular_pad(input, self._pads), 0)
+        weight, bias = self._current_weight(), self.bias
+        return circular_convolution(input, weight, bias, self._flat_pads, self.stride, self.dilation, self.groups)
 
     def _convolve(self, padded: Tensor, padding: Any) -> Tensor:
         return CONV[self.dims](

@@ -21,7 +21,7 @@ from trysquare.layers.padding import (
     native_crop,
     symmetric,
 )
-from trysquare.layers.wrapping import circular_fold, circular_pad
+from trysquare.layers.wrapping import circular_convolution, circular_fold, circular_pad
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,21 @@ class Application:
             return F.linear(x, kernel, bias)
         if self.transposed:
             return self._spread(x, kernel, bias)
-        padded = self._extended(x) if self.mode == "circular" else F.pad(x, flat(self.pads))
+        if self.mode == "circular":
+            return self._convolve_around(x, kernel, bias)
+        return self._convolve(F.pad(x, flat(self.pads)), kernel, bias)
+
+    def _convolve(self, padded: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
         return CONV[self.dims](padded, kernel, bias, self.stride, 0, self.dilation, self.groups)
 
-    def _extended(self, x: Tensor) -> Tensor:
+    def _convolve_around(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
         sizes = x.shape[-self.dims :]
         check_circular_size(sizes, self.stride)
+        if not any(map(any, self.pads)):
+            return self._convolve(x, kernel, bias)
         if any(max(pad) > size for pad, size in zip(self.pads, sizes, strict=True)):
-            return circular_pad(x, self.pads)
-        return F.pad(x, flat(self.pads), mode="circular") if any(map(any, self.pads)) else x
+            return self._convolve(circular_pad(x, self.pads), kernel, bias)
+        return circular_convolution(x, kernel, bias, flat(self.pads), self.stride, self.dilation, self.groups)
 
     def _spread(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
         transpose: Any = CONV_TRANSPOSE[self.dims]

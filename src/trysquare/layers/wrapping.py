@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trysquare.geometry import Pads
+from trysquare.geometry import Pads, Sizes
+from trysquare.layers.padding import CONV
+from trysquare.linalg.precision import apply_function, full_precision
 
 
 def circular_pad(x: Tensor, pads: Pads) -> Tensor:
@@ -29,3 +33,87 @@ def circular_fold(full: Tensor, lefts: tuple[int, ...], sizes: tuple[int, ...]) 
         pads = [0, 0] * (-axis - 1) + [front, back]
         full = F.pad(full, pads).unflatten(axis, (-1, size)).sum(axis - 1)
     return full
+
+
+class _CircularConvolution(torch.autograd.Function):
+    """Convolution of the periodic extension of ``x``.
+
+    Backward extends ``x`` anew. Torch's own two steps keep the extended copy besides ``x``, which the layer before
+    keeps anyway, and fold its gradient through one copy of all of it for each edge.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, pads: list[int], numbers: tuple[Any, ...]) -> Tensor:
+        return CONV[x.ndim - 2](F.pad(x, pads, mode="circular"), weight, bias, *numbers)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, weight, bias, ctx.pads, ctx.numbers = inputs
+        ctx.bias_shape = None if bias is None else list(bias.shape)
+        ctx.save_for_backward(x, weight)
+        ctx.save_for_forward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        stride, padding, dilation, groups = ctx.numbers
+        for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
+        grad_x, *others = torch.ops.aten.convolution_backward(
+            grad, F.pad(x, ctx.pads, mode="circular"), weight, ctx.bias_shape,
+            stride, padding, dilation, False, padding, groups, [for_x, for_weight, for_bias],
+        )  # fmt: skip
+        return _folded(grad_x, ctx.pads, x.shape) if for_x else None, *others, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, *_: Any) -> Tensor:
+        old_x, old_weight = ctx.saved_tensors
+        forward = _CircularConvolution.forward
+        terms = [] if x is None else [forward(x, old_weight, None, ctx.pads, ctx.numbers)]
+        terms += [] if weight is None else [forward(old_x, weight, None, ctx.pads, ctx.numbers)]
+        terms += [] if bias is None else [bias.view(-1, *(1,) * (old_x.ndim - 2))]
+        return sum(terms[1:], terms[0])
+
+
+def _folded(full: Tensor, pads: list[int], shape: torch.Size) -> Tensor:
+    """``circular_fold`` in place, for what reaches at most one period past each edge."""
+    for axis, (left, right) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
+        axis = -1 - axis
+        size = shape[axis]
+        full.narrow(axis, size, left).add_(full.narrow(axis, 0, left))
+        full.narrow(axis, left, right).add_(full.narrow(axis, left + size, right))
+        full = full.narrow(axis, left, size)
+    return full
+
+
+def circular_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, pads: list[int], stride: Sizes, dilation: Sizes, groups: int
+) -> Tensor:
+    """Convolve ``x``, extended periodically by ``pads``, torch's flat ones, none larger than its axis.
+
+    For training it needs half the memory of padding and convolution one after the other, and less time on large maps.
+    """
+    numbers = stride, [0] * len(stride), dilation, groups
+    if not _is_for_training(x, weight):
+        return CONV[len(stride)](F.pad(x, pads, mode="circular"), weight, bias, *numbers)
+    x, weight, bias = _as_autocast(x, weight, bias)
+    with full_precision(x):
+        return apply_function(_CircularConvolution, x, weight, bias, pads, numbers)  # type: ignore[no-any-return]
+
+
+def _is_for_training(x: Tensor, weight: Tensor) -> bool:
+    """Whether autograd wants gradients of a batch; compilers and transforms want plain operations."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or x.ndim != weight.ndim:
+        return False
+    if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
+        return False
+    return x.requires_grad or weight.requires_grad
+
+
+def _as_autocast(*tensors: Tensor | None) -> list[Any]:
+    """The tensors in the dtype that autocast, where it is on, has for a convolution."""
+    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    keep = (torch.float64, dtype)
+    return [tensor if tensor is None or tensor.dtype in keep else tensor.to(dtype) for tensor in tensors]
