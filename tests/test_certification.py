@@ -377,6 +377,21 @@ def test_nobody_gets_inside(dtype):
         assert torch.equal(found[certificate.radii > 0], labels[certificate.radii > 0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_an_image_that_is_computed_exactly_does_not_speak_for_those_around_it(dtype):
+    for seed in range(30):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).to(dtype)
+        with torch.no_grad():
+            model[1].bias *= 8
+        black = torch.zeros(1, 1, 8, 8, dtype=dtype)
+        labels = predicted(model, black)
+        certificate = ts.certify(model, (black, labels))
+        assert certificate.evaluation_error == 0
+        moved = ts.attacks.pgd_l2(model, black, labels, certificate.radii, box=None)
+        assert torch.equal(predicted(model, moved), labels)
+
+
 def test_curve_and_table_and_json():
     radii = torch.tensor([0.0, 0.1, 0.5, 2.0, math.inf], dtype=torch.float64)
     labels = torch.tensor([0, 1, 2, 3, 4])

@@ -300,13 +300,16 @@ def certify(
     model = getattr(model, "_orig_mod", model)
     with evaluating(model), torch.no_grad():
         measure = 0 if evaluation_error is not None else float64_samples
-        logits, labels, errors, shape = _evaluate(model, data, input_shape, batch_size, measure)
+        logits, labels, errors, shape, precision = _evaluate(model, data, input_shape, batch_size, measure)
         found = follow_classifier(model, shape)
         largest = float(errors.max()) if evaluation_error is None else evaluation_error
         elsewhere = safety * largest if evaluation_error is None else evaluation_error
         here = torch.full(labels.shape, elsewhere, dtype=torch.float64)
         here[: len(errors)] = errors
-        allowance = here + elsewhere + _FLOAT64_ERROR * logits.abs().amax(1)
+        # An image that happens to be computed exactly, such as a black one, says nothing about those around it: every
+        # logit there is rounded, and up to the radius none is larger than three of these.
+        least = precision if evaluation_error is None else _FLOAT64_ERROR
+        allowance = here + elsewhere + 3 * least * logits.abs().amax(1)
         radii = certified_radius(logits, labels, found.features_bound, found.head, error=allowance)
     return Certificate(
         radii, logits.argmax(1), labels, epsilons, found.features_bound, found.head is not None, largest, len(errors),
@@ -352,16 +355,19 @@ def batches_of(data: Data, batch_size: int) -> tuple[Batches, int]:
 
 def _evaluate(
     model: nn.Module, data: Data, input_shape: Sequence[int] | None, batch_size: int, measure: int | None
-) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
-    """Logits in float64, labels, errors of the margins of the first samples, and the shape of one image."""
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...], float]:
+    """Logits in float64, labels, errors of the margins of the first samples, shape of an image, precision of logits."""
     batches, total = batches_of(data, batch_size)
     reference = with_fixed_weights(model).double() if measure != 0 else None
     shape = None if input_shape is None else tuple(input_shape)
     logits, labels, errors, left = [], [], [], math.inf if measure is None else measure
+    precision = 0.0
     for images, classes in track(batches, "certifying", total):
         shape = shape or tuple(images.shape[1:])
         given = prepared(model, images, shape)
-        values = _checked_logits(model(given))
+        raw = model(given)
+        values = _checked_logits(raw)
+        precision = max(torch.finfo(kind).eps for kind in (given.dtype, raw.dtype))
         labels.append(_checked_labels(classes, values))
         logits.append(values)
         if left > 0 and reference is not None:
@@ -370,7 +376,8 @@ def _evaluate(
             left -= len(errors[-1])
     if not labels or shape is None or not sum(map(len, labels)):
         raise ValueError("there is no data to certify on")
-    return torch.cat(logits), torch.cat(labels), torch.cat(errors) if errors else torch.empty(0), shape
+    measured = torch.cat(errors) if errors else torch.empty(0)
+    return torch.cat(logits), torch.cat(labels), measured, shape, precision
 
 
 def prepared(model: nn.Module, images: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -93,6 +93,10 @@ def _add_audit(commands: Any) -> None:
     command.add_argument("--input-shape", type=_shape, metavar="C,H,W", help="one input; a run knows its own")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     command.add_argument("--plot", type=Path, metavar="FILE", help="write the spectra as a picture")
+    command.add_argument(
+        "--spectra", action=argparse.BooleanOptionalAction, default=None,
+        help="every singular value of every layer; unless said otherwise for a run, whose report shows them",
+    )  # fmt: skip
 
 
 def _add_export(commands: Any) -> None:
@@ -165,7 +169,8 @@ def _audit(options: argparse.Namespace, overrides: Overrides) -> None:
         check_writable(options.json)
     if options.plot is not None:
         check_picture(options.plot)
-    spectra = options.plot is not None
+    spectra = options.input_shape is None if options.spectra is None else options.spectra
+    spectra = spectra or options.plot is not None
     if options.input_shape is None:
         if not Path(options.model).is_dir():
             raise ValueError(

@@ -254,6 +254,36 @@ def test_autocast_inside_the_forward_pass_is_refused():
         bound(casts, (4,), w=torch.eye(4))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: F.linear(x.to(torch.bfloat16).to(x.dtype), m.w),
+        lambda m, x: F.linear(x, m.w).half(),
+        lambda m, x: F.linear(x.bfloat16().float(), m.w),
+        lambda m, x: F.linear(x, m.w).type(torch.float16),
+        lambda m, x: F.linear(x, m.w).type_as(m.w.bfloat16()),
+        lambda m, x: x.sum(1, dtype=torch.bfloat16, keepdim=True).float(),
+    ],
+)
+def test_rounding_in_the_midst_of_a_network_is_refused(function):
+    with pytest.raises(NoRuleError, match=r"rounds to (bfloat16|float16) in a network of float32"):
+        bound(function, (4,), w=torch.eye(4))
+
+
+def test_a_network_of_low_precision_may_compute_parts_in_a_higher_one():
+    model = Fn(lambda m, x: F.linear(x.float(), m.w.float()).to(x.dtype), w=torch.eye(4)).bfloat16()
+    assert ts.lipschitz_bound(model, (4,)) == pytest.approx(1)
+
+
+def test_another_function_where_gradients_are_wanted_is_refused():
+    class Hiding(nn.Module):
+        def forward(self, x):
+            return x * 5 if torch.is_grad_enabled() else x * 1
+
+    with pytest.raises(NoRuleError, match="other values"):
+        ts.lipschitz_bound(Hiding(), (4,))
+
+
 def test_complex_numbers_are_refused():
     with pytest.raises(NoRuleError, match="complex"):
         bound(lambda m, x: (x * m.w).real, (4,), w=torch.ones(4, dtype=torch.complex64))

@@ -254,6 +254,9 @@ def test_the_loss_gets_the_margin_of_a_radius():
     assert parts.loss.margin == pytest.approx(0.5 * 2 * 2**0.5, rel=1e-3)
     soft = recipe(**{"loss.name": "hkr-soft", "loss.radius": 0.5})
     assert build_loss(soft, parts.model, (1, 8, 8)).min_margin == pytest.approx(2**0.5, rel=1e-3)
+    head = build_parts(recipe(**{"loss.radius": 0.5, "model.head": "unit-norm"}), World(torch.device("cpu")))
+    rows = head.model.head.weight.detach()
+    assert head.loss.margin == pytest.approx(0.5 * float(torch.cdist(rows, rows).max()), rel=1e-3)
     plain = recipe(**{"loss.name": "offset-cross-entropy", "loss.radius": None, "loss.margin": 0.3})
     assert build_loss(plain, parts.model, (1, 8, 8)).margin == 0.3
     emma = recipe(**{"loss.name": "emma"})

@@ -85,7 +85,19 @@ def test_files_name_the_weights_that_they_are_about(run, capsys, tmp_path):
 def test_audit(run, capsys):
     assert main(["audit", str(run.path)]) == 0
     assert "orthogonal" in capsys.readouterr().out
-    assert json.loads((run.path / "audit.json").read_text())["layers"]
+    assert json.loads((run.path / "audit.json").read_text())["layers"][0]["spectrum"]
+    assert main(["audit", str(run.path), "--no-spectra"]) == 0
+    assert not json.loads((run.path / "audit.json").read_text())["layers"][0]["spectrum"]
+
+
+def test_a_model_that_is_not_the_recipes_is_refused(run, tmp_path, capsys):
+    folder, other = tmp_path / "run", tmp_path / "other"
+    shutil.copytree(run.path, folder)
+    trained(other, **{"train.epochs": 1, "model.std": 0.5})
+    shutil.copy(other / "model.pt", folder)
+    for command in ("certify", "attack", "audit", "export"):
+        assert main([command, str(folder)]) == 1
+        assert "model.pt is of another model: it has {'std': 0.5}, the recipe has {'std': None}" in capsys.readouterr().err
 
 
 ALONE = """
@@ -172,7 +184,7 @@ def test_a_model_of_another_run(run, tmp_path, capsys):
     content["arguments"]["dense_width"] = 32
     torch.save(content, other.path / "model.pt")
     assert main(["certify", str(other.path)]) == 1
-    assert "holds weights of another model" in capsys.readouterr().err
+    assert "is of another model: it has {" in capsys.readouterr().err
 
 
 def test_images_of_another_size(run, capsys):

@@ -100,11 +100,13 @@ def _followed(model: nn.Module, shape: Shape, like: Tensor) -> tuple[Follower, A
     with torch.no_grad(), guards.untouched(model), guards.fixed(owner):
         graph = traced(model)
         x = _random_inputs(graph, shape, like)
-        follower = Follower(graph)
+        follower = Follower(graph, like.dtype)
         result = follower.run(x.clone())
         with _works_for_any_batch(owner):
             smaller = follower.again(x[:_SMALLER_BATCH].clone())
         pairs = [(result, model(x.clone())), (smaller, model(x[:_SMALLER_BATCH].clone()))]
+        with torch.enable_grad():  # what an attack computes
+            pairs.append((smaller, model(x[:_SMALLER_BATCH].clone())))
     other_values = (
         f"{owner} returns other values than the graph that torch.fx made of its forward pass, which cannot see what "
         f"depends on the type of a value or on anything but the input. {way_out(owner)}"

@@ -53,16 +53,20 @@ class Follower(fx.Interpreter):
         steps: what the input went through.
         result_bounds: bound of everything that the network returns, side by side, for each batch.
         dependent_results: the tensors among that which depend on the input, for each batch.
+
+    Args:
+        graph: what to run.
+        dtype: that the network computes in.
     """
 
-    def __init__(self, graph: fx.GraphModule) -> None:
+    def __init__(self, graph: fx.GraphModule, dtype: torch.dtype) -> None:
         super().__init__(graph)
         self.extra_traceback = False
         self.bounds: dict[fx.Node, float | None] = {}
         self.steps: list[Step] = []
         self.result_bounds: list[float] = []
         self.dependent_results: list[list[Tensor]] = []
-        self._batch = 0
+        self._batch, self._dtype = 0, dtype
         # Rules of modules do not see the batch, so that the second one need not ask them again.
         self._constants: dict[fx.Node, tuple[list[Shape], list[float]]] = {}
         total = len(graph.graph.nodes)
@@ -161,6 +165,7 @@ class Follower(fx.Interpreter):
         if not is_embedding(self.module, n):
             self._refuse_tokens(n)
         guards.refuse_jumps(value)
+        guards.refuse_rounding(value, self._dtype)
         guards.refuse_mixing(value, self._batch)
         if math.isnan(made.bound):
             raise ValueError("its Lipschitz bound is not a number")

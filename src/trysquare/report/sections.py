@@ -54,7 +54,8 @@ def _attack_note(run: Run) -> Markup:
 def _curve_row(run: Run, e: float) -> list[str]:
     share = run.certificate.certified_accuracy(e)
     under = None if run.attack is None else dict(zip(run.attack.epsilons, run.attack.attacked, strict=True)).get(e)
-    between = "–" if under is None else percent(max(under - share, 0.0))
+    comparable = run.attack is not None and run.attack.samples == len(run.certificate.radii)
+    between = percent(max(under - share, 0.0)) if comparable and under is not None else "–"
     return [epsilon(e), percent(share), "–" if under is None else percent(under), between]
 
 
@@ -109,8 +110,9 @@ def _spectra(run: Run) -> Markup:
     entries = [("value", "singular values"), ("unit", "1: lengths are kept")]
     if all(layer.spectrum for layer in linear):
         return tag("figure", legend(entries), spectra_chart(linear))
-    note = "Dashed strokes are the smallest and largest singular value alone: the whole spectrum was not computed."
-    return tag("figure", legend(entries), spectra_chart(linear), tag("figcaption", note))
+    note = "Dashed strokes are the smallest and largest singular value alone: the whole spectrum was not computed. "
+    again = tag("code", run.command("audit"))
+    return tag("figure", legend(entries), spectra_chart(linear), tag("figcaption", note, again, " does that."))
 
 
 def _audit_table(audit: AuditReport) -> Markup:

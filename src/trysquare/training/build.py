@@ -45,12 +45,15 @@ def build_model(recipe: Recipe, images: Images) -> Classifier:
 
 
 def build_loss(recipe: Recipe, model: Classifier, input_shape: tuple[int, ...]) -> Loss:
-    """The loss; a radius becomes the margin that certifies it, by the Lipschitz constant of the model."""
+    """The loss; a radius becomes the margin that certifies it, by the Lipschitz constant of the model at the start."""
     name, options = recipe.loss.name, dict(recipe.loss.options)
 
     def constant() -> float:
         with evaluating(model), torch.no_grad():
-            return follow_classifier(model, input_shape).features_bound
+            rows = model.head.weight
+            # Losses take the √2 of orthonormal rows for granted.
+            apart = float(torch.cdist(rows, rows).max()) / math.sqrt(2) if len(rows) > 1 else 1.0
+            return follow_classifier(model, input_shape).features_bound * apart
 
     if "lipschitz" in options and options["lipschitz"] is None:
         options["lipschitz"] = constant()

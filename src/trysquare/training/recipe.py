@@ -54,7 +54,8 @@ class Train:
         epochs: passes over the data.
         batch_size: images of one step of the optimizer, over all processes.
         accumulate: parts in which a batch is computed, one after another, if it does not fit into memory. Weights are
-            built once for all of them.
+            built once for all of them. A loss that is no mean over images, such as HKR, becomes the mean of those of
+            the parts.
         precision: ``"float32"``, or ``"bfloat16"`` for everything but the building of weights.
         clip: largest norm of the gradient.
         seed: of weights, order and augmentation.

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trysquare.checkpoint import load_model, packed, save_checkpoint
+from trysquare.checkpoint import load_model, model_file, packed, read_checkpoint, save_checkpoint
 from trysquare.data import Loader
 from trysquare.data.sets import Part
 from trysquare.files import write_whole
@@ -47,6 +47,13 @@ class Run:
         Raises:
             ValueError: if the run has not saved one, or the file is damaged or holds another one.
         """
+        wanted = {"name": self.recipe.model.name, **self.recipe.model.options}
+        if (path := model_file(self.path)) is not None:
+            found = read_checkpoint(path)["arguments"]
+            others = {name: found.get(name) for name, value in wanted.items() if found.get(name) != value}
+            if others:
+                described = {name: wanted[name] for name in others}
+                raise ValueError(f"{path} is of another model: it has {others}, the recipe has {described}")
         return load_model(self.path)
 
     def metrics(self) -> list[dict[str, Any]]:

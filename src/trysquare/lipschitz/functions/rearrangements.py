@@ -67,7 +67,7 @@ def own_dims(input: Tensor, dims: Any) -> tuple[int, ...]:
 
 @on("float", "double", "half", "bfloat16", "contiguous", "clone", torch.clone)
 def cast(call: Call, input: Tensor, memory_format: Any = None) -> Constants:
-    """The same numbers; the follower refuses integers, and rounding to floats is not part of the bound."""
+    """The same numbers; the follower refuses integers, and floats that are coarser than the network's."""
     return 1.0
 
 
