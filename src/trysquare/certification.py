@@ -8,7 +8,8 @@ weights. That has rounding errors of its own, which are taken to be at most 1e-1
 units in the last place.
 
 What is measured, not proved. The model as it runs has rounding errors at ``x'`` too. A multiple of the largest error
-that was seen on the data is taken off every margin for them; worse rounding at some ``x'`` is not excluded. Fourier
+that was seen on the data is taken off every margin for them, and one rounding of the logits in any case; worse rounding
+at some ``x'`` is not excluded. Fourier
 layers are built anew in float64, so for them the measured error includes that of their weights.
 """
 
@@ -308,8 +309,8 @@ def certify(
         here[: len(errors)] = errors
         # An image that happens to be computed exactly, such as a black one, says nothing about those around it: every
         # logit there is rounded, and up to the radius none is larger than three of these.
-        least = precision if evaluation_error is None else _FLOAT64_ERROR
-        allowance = here + elsewhere + 3 * least * logits.abs().amax(1)
+        least = _FLOAT64_ERROR + (3 * precision if evaluation_error is None else 0.0)
+        allowance = here + elsewhere + least * logits.abs().amax(1)
         radii = certified_radius(logits, labels, found.features_bound, found.head, error=allowance)
     return Certificate(
         radii, logits.argmax(1), labels, epsilons, found.features_bound, found.head is not None, largest, len(errors),

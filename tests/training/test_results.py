@@ -97,7 +97,9 @@ def test_a_model_that_is_not_the_recipes_is_refused(run, tmp_path, capsys):
     shutil.copy(other / "model.pt", folder)
     for command in ("certify", "attack", "audit", "export"):
         assert main([command, str(folder)]) == 1
-        assert "model.pt is of another model: it has {'std': 0.5}, the recipe has {'std': None}" in capsys.readouterr().err
+        assert (
+            "model.pt is of another model: it has {'std': 0.5}, the recipe has {'std': None}" in capsys.readouterr().err
+        )
 
 
 ALONE = """
