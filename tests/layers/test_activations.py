@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from benchmarks.measure import saved_bytes
 from torch import nn
 
 import trysquare as ts
@@ -228,3 +229,8 @@ def test_networks_export():
     plain = ts.to_torch(model)
     x = torch.randn(2, 8)
     torch.testing.assert_close(torch.export.export(plain, (x,)).module()(x), model(x))
+
+
+def test_max_min_keeps_a_byte_a_pair():
+    x = torch.randn(2, 8, 4, 4, requires_grad=True)
+    assert saved_bytes(lambda: ts.MaxMin()(x)) == 2 * 4 * 4 * 4

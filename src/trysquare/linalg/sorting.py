@@ -11,12 +11,13 @@ from trysquare.linalg.precision import apply_function
 
 
 def _swapped(pairs: Tensor, swap: Tensor, dim: int) -> Tensor:
-    """Swap the pairs on axis ``dim`` where ``swap`` is 1; its own inverse and adjoint.
+    """Swap the pairs on axis ``dim`` where ``swap`` is true; its own inverse and adjoint.
 
     Interpolation with weights 0 and 1 is exact, and several times as fast as ``torch.where`` on a CPU.
     """
     first, second = pairs.unbind(dim)
-    return torch.stack((torch.lerp(first, second, swap), torch.lerp(second, first, swap)), dim)
+    weight = swap.to(pairs.dtype)
+    return torch.stack((torch.lerp(first, second, weight), torch.lerp(second, first, weight)), dim)
 
 
 def _ordered(first: Tensor, second: Tensor, dim: int) -> Tensor:
@@ -34,7 +35,7 @@ class _MaxMin(torch.autograd.Function):
     @staticmethod
     def forward(pairs: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         first, second = pairs.unbind(dim)
-        return _ordered(first, second, dim), (second > first).to(pairs.dtype)
+        return _ordered(first, second, dim), second > first  # a byte a pair is all that is kept
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
