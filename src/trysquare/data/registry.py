@@ -44,7 +44,7 @@ def _digits(root: Path, split: str) -> Images:
 
 
 def _cifar(cifar: Cifar) -> DataSet:
-    return DataSet(SHAPE, len(cifar.classes), {"train": 50_000, "test": 10_000}, cifar.read)
+    return DataSet(SHAPE, len(cifar.classes), cifar.counts(), cifar.read)
 
 
 def _mnist(name: str) -> DataSet:
@@ -110,7 +110,8 @@ def check(name: str, root: str | os.PathLike[str] | None = None) -> str:
 
     Returns:
         What was found and what was checked, a line for each split. A number of images or classes that is not the
-        official one is told, not refused: a part of a data set is one too.
+        official one is told, not refused: a part of a data set is one too (of CIFAR, whose files do not say how many
+        images they have, it is refused).
 
     Raises:
         ValueError: as ``load``.
