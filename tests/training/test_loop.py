@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import trysquare as ts
+from tests.data.writers import write_imagenet
 from tests.training.small import arguments, recipe, same, start, state, trained, weights
 from trysquare.training import loop
 from trysquare.training.build import build_loss, build_parts, radius_schedule
@@ -246,6 +247,19 @@ def test_data_is_checked_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="give the folder"):
         trained(tmp_path / "run", **{"data.name": "mnist"})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("damage", [b"", b"junk", None])
+def test_folders_of_images_are_checked_before_anything_is_written(tmp_path, split, damage):
+    write_imagenet(tmp_path / "data")
+    path = tmp_path / "data" / split / "n02" / "n02_1.JPEG"
+    path.write_bytes(path.read_bytes()[:-200] if damage is None else damage)
+    folder = {"data.name": "imagenet", "data.root": str(tmp_path / "data"), "data.size": 8, "train.batch_size": 2}
+    with pytest.raises(ValueError, match=r"n02_1.JPEG: expected an image, found"):
+        trained(tmp_path / "run", **folder)
+    assert not (tmp_path / "run").exists()
+    build_parts(recipe(**folder), World(torch.device("cpu"), 1, 2))  # the first process checks for all
 
 
 def test_the_loss_gets_the_margin_of_a_radius():

@@ -13,6 +13,7 @@ from torch import nn
 
 from trysquare.certification import evaluating
 from trysquare.data import Images, Loader, load
+from trysquare.data.registry import check_images
 from trysquare.lipschitz import follow_classifier
 from trysquare.losses import Loss, make_loss, margin_for_radius
 from trysquare.models import Classifier, build
@@ -24,10 +25,10 @@ FACTORY = "trysquare.models:build"
 
 
 def load_images(recipe: Recipe, split: str) -> Images:
-    """Images of the recipe's data set, checked.
+    """Images of the recipe's data set.
 
     Raises:
-        ValueError: if a file is missing or damaged.
+        ValueError: if a file is missing or damaged; files of images in folders are only listed.
     """
     return load(recipe.data.name, recipe.data.root, split, size=recipe.data.size)
 
@@ -136,8 +137,15 @@ class Parts:
 
 
 def build_parts(recipe: Recipe, world: World) -> Parts:
-    """All of it; data on disk is checked on the way."""
+    """All of it; data on disk is checked on the way, by the first process for all.
+
+    Raises:
+        ValueError: if data is missing or damaged, or parts of the recipe do not fit it or each other.
+    """
     images, test_images = load_images(recipe, "train"), load_images(recipe, "test")
+    if world.leads:
+        for split in (images, test_images):
+            check_images(split)
     arguments = model_arguments(recipe, images)
     model = build_model(recipe, images).to(world.device)
     train = training_batches(recipe, images, world)
