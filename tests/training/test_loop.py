@@ -151,7 +151,9 @@ def test_a_run_cannot_be_shorter_than_it_is(tmp_path, monkeypatch, stopped_at, b
         with suppress(error):
             trained(tmp_path / "run", **{"train.epochs": 3, "train.checkpoint_every": 3})
     files = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-    with pytest.raises(ValueError, match=f"train.epochs=2, but the run is in epoch {begun} already: give at least {begun}"):
+    with pytest.raises(
+        ValueError, match=f"train.epochs=2, but the run is in epoch {begun} already: give at least {begun}"
+    ):
         ts.training.resume(tmp_path / "run", {"train.epochs": 2}, quiet=True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == files
     assert len(ts.training.resume(tmp_path / "run", {"train.epochs": begun}, quiet=True).metrics()) == 2 * begun
@@ -217,7 +219,9 @@ def test_a_metrics_line_that_cannot_be_written_names_its_file(tmp_path):
     size, limits = (run.path / "metrics.jsonl").stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, limits[1]))
     try:
-        with pytest.raises(OSError, match=r"cannot write .*metrics.jsonl: File too large; go on later with --resume .*run"):
+        with pytest.raises(
+            OSError, match=r"cannot write .*metrics.jsonl: File too large; go on later with --resume .*run"
+        ):
             run.append_metrics({"kind": "train", "epoch": 2})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -285,7 +289,10 @@ def test_data_is_checked_before_anything_is_written(tmp_path):
     ("options", "message"),
     [
         ({"loss.name": "hkr-binary"}, r"loss 'hkr-binary' does not take 10 classes: logits of shape \(1, 10\)"),
-        ({"train.batch_size": 1443}, "train.batch_size=1443 is more than the 1442 training images: lower it to at most"),
+        (
+            {"train.batch_size": 1443},
+            "train.batch_size=1443 is more than the 1442 training images: lower it to at most",
+        ),
     ],
 )
 def test_what_does_not_fit_the_data_is_refused_before_anything_is_written(tmp_path, options, message):
