@@ -54,8 +54,9 @@ def _require_taken(options: argparse.Namespace, overrides: Overrides) -> None:
 
 
 def _fail(message: str, code: int) -> int:
-    """Say on one line what failed."""
-    print(f"trysquare: {' '.join(message.split())}", file=sys.stderr)
+    """Say on one line what failed; of several processes, the first does."""
+    if training.first_to_fail():
+        print(f"trysquare: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch

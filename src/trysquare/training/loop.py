@@ -249,11 +249,9 @@ class _Training:
                 left_over.unlink()
 
     def _require_not_past_the_end(self) -> None:
-        begun = self.progress.epoch + (self.progress.batch > 0)
-        if self.recipe.train.epochs < begun:
-            raise ValueError(
-                f"train.epochs={self.recipe.train.epochs}, but the run is in epoch {begun} already: give at least {begun}"
-            )
+        epochs, begun = self.recipe.train.epochs, self.progress.epoch + (self.progress.batch > 0)
+        if epochs < begun:
+            raise ValueError(f"train.epochs={epochs}, but the run is in epoch {begun} already: give at least {begun}")
 
     def _stop(self) -> None:
         self._checkpoint()
