@@ -72,8 +72,9 @@ def first_to_fail() -> bool:
         return True
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(address, port, timeout=timedelta(seconds=5), wait_for_workers=False)
-        return store.add("trysquare/failures", 1) == 1
+        connect: Any = dist.TCPStore  # type: ignore[attr-defined]
+        store = connect(address, port, timeout=timedelta(seconds=5), wait_for_workers=False)
+        return bool(store.add("trysquare/failures", 1) == 1)
     except (KeyError, ValueError, RuntimeError):  # nobody to ask
         return leads()
 
