@@ -20,6 +20,9 @@ from trysquare.report import recipe_images, write_report
 Overrides = Mapping[str, Any]
 
 _FAILED, _INTERRUPTED = 1, 130
+# Of the recipe of a run that is there already.
+_MOVED = ("data.root",)
+_AFTERWARDS = (*_MOVED, "data.workers", "evaluate.batch_size")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         left, overrides = training.split_overrides(sys.argv[1:] if arguments is None else arguments)
         options = _parser().parse_args(left)
+        _require_taken(options, overrides)
         options.run(options, overrides)
     except training.StoppedError as stopped:
         return _fail(str(stopped), _INTERRUPTED)
@@ -39,9 +43,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _require_taken(options: argparse.Namespace, overrides: Overrides) -> None:
+    """Refuse overrides that the command would not look at."""
+    alone = getattr(options, "input_shape", None) is not None  # an audit that asks no recipe
+    command, taken = f"{options.command} with --input-shape" if alone else options.command, options.overrides
+    for key in overrides:
+        if alone or not (taken is None or key in taken):
+            what = "it takes none" if alone or not taken else f"what it takes: --{', --'.join(taken)}"
+            raise ValueError(f"{command} does not take --{key}; {what}")
+
+
 def _fail(message: str, code: int) -> int:
-    """Say on one line what failed."""
-    print(f"trysquare: {' '.join(message.split())}", file=sys.stderr)
+    """Say on one line what failed; of several processes, the first does."""
+    if training.first_to_fail():
+        print(f"trysquare: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 
@@ -54,19 +69,27 @@ def _parser() -> argparse.ArgumentParser:
     _add_attack(commands)
     _add_audit(commands)
     _add_export(commands)
-    _add_run(_command(commands, "report", _report, "write a run as one HTML page with pictures"))
+    _add_run(_command(commands, "report", _report, "write a run as one HTML page with pictures", _MOVED))
     return parser
 
 
-def _command(commands: Any, name: str, run: Callable[..., None], summary: str, **more: Any) -> argparse.ArgumentParser:
+def _command(
+    commands: Any,
+    name: str,
+    run: Callable[..., None],
+    summary: str,
+    overrides: Sequence[str] | None = (),
+    **more: Any,
+) -> argparse.ArgumentParser:
+    """A command, and the overrides of a recipe that it takes: these, or all (``None``)."""
     command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary, **more)
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, overrides=overrides)
     return command
 
 
 def _add_train(commands: Any) -> None:
     command = _command(
-        commands, "train", _train, "train by a recipe",
+        commands, "train", _train, "train by a recipe", None,
         epilog="Values of the recipe are overridden by name: --data.root DIR --train.epochs 20 --optimizer.lr 0.01",
     )  # fmt: skip
     command.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a recipe, or a YAML file; default digits")
@@ -75,20 +98,22 @@ def _add_train(commands: Any) -> None:
 
 
 def _add_certify(commands: Any) -> None:
-    command = _command(commands, "certify", _certify, "certify the test images of a run")
+    command = _command(commands, "certify", _certify, "certify the test images of a run", _AFTERWARDS)
     _add_run(command)
     _add_samples(command)
 
 
 def _add_attack(commands: Any) -> None:
-    command = _command(commands, "attack", _attack, "attack the test images of a run, inside of certified radii too")
+    summary = "attack the test images of a run, inside of certified radii too"
+    command = _command(commands, "attack", _attack, summary, _AFTERWARDS)
     _add_run(command)
     command.add_argument("--attack", choices=list(training.ATTACKS), default="pgd", help="default pgd")
     _add_samples(command)
 
 
 def _add_audit(commands: Any) -> None:
-    command = _command(commands, "audit", _audit, "check a network layer by layer, and bound its Lipschitz constant")
+    summary = "check a network layer by layer, and bound its Lipschitz constant"
+    command = _command(commands, "audit", _audit, summary, _AFTERWARDS)
     command.add_argument("model", metavar="MODEL", help="directory of a run, checkpoint, or package.module:factory")
     command.add_argument("--input-shape", type=_shape, metavar="C,H,W", help="one input; a run knows its own")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
@@ -100,7 +125,8 @@ def _add_audit(commands: Any) -> None:
 
 
 def _add_export(commands: Any) -> None:
-    command = _command(commands, "export", _export, "write the model of a run as a file that needs nothing of ours")
+    summary = "write the model of a run as a file that needs nothing of ours"
+    command = _command(commands, "export", _export, summary, _AFTERWARDS)
     _add_run(command)
     command.add_argument("--format", choices=list(FORMATS), default="torch", help="default torch")
 
@@ -152,14 +178,15 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> None:
 
 def _certify(options: argparse.Namespace, overrides: Overrides) -> None:
     run = training.load_run(options.path, overrides)
-    _show(training.certify_run(run, samples=options.samples, epsilons=options.epsilons))
+    training.certify_run(run, samples=options.samples, epsilons=options.epsilons, show=_show)
     print(f"written to {run.path / 'certificate.json'}")
 
 
 def _attack(options: argparse.Namespace, overrides: Overrides) -> None:
     run = training.load_run(options.path, overrides)
-    report = training.attack_run(run, attack=options.attack, samples=options.samples, epsilons=options.epsilons)
-    _show(report)
+    report = training.attack_run(
+        run, attack=options.attack, samples=options.samples, epsilons=options.epsilons, show=_show
+    )
     print(f"written to {run.path / 'attack.json'}")
     report.check()
 
@@ -177,10 +204,10 @@ def _audit(options: argparse.Namespace, overrides: Overrides) -> None:
                 f"{options.model} is not the directory of a run: say the shape of its inputs, such as "
                 "--input-shape 3,32,32"
             )
-        report = training.audit_run(training.load_run(options.model, overrides), spectra=spectra)
+        report = training.audit_run(training.load_run(options.model, overrides), spectra=spectra, show=_show)
     else:
         report = audit(load_model(options.model), options.input_shape, spectra=spectra)
-    _show(report)
+        _show(report)
     if options.json is not None:
         with replacing(options.json) as file:
             file.write(f"{report.to_json()}\n".encode())

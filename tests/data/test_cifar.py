@@ -8,6 +8,11 @@ from trysquare.data import DATASETS, load
 TRAIN = writers.CIFAR10_FILES[:5]
 
 
+@pytest.fixture(autouse=True)
+def _four_rows(monkeypatch):
+    writers.expect_rows(monkeypatch, 4)
+
+
 def expect(images, content, names):
     assert np.array_equal(images.images.numpy(), np.concatenate([content[name][0] for name in names]))
     assert images.labels.tolist() == np.concatenate([content[name][1] for name in names]).tolist()
@@ -45,8 +50,8 @@ def test_classes_are_sorted_names():
 
 
 def test_binary_is_preferred_to_pickles(tmp_path):
-    writers.write_cifar10_python(tmp_path / "cifar-10-batches-py")
-    content = writers.write_cifar10_binary(tmp_path / "cifar-10-batches-bin", n=3)
+    writers.write_cifar10_python(tmp_path / "cifar-10-batches-py", n=3)
+    content = writers.write_cifar10_binary(tmp_path / "cifar-10-batches-bin")
     expect(load("cifar10", tmp_path), content, TRAIN)
 
 
@@ -68,7 +73,7 @@ def test_missing(tmp_path):
         (lambda b: b[:-1], "expected whole rows of 3073 bytes, found 12291 bytes, which is 3 rows and 3072 bytes"),
         (lambda b: b"", "found 0 bytes"),
         (lambda b: b + b[:5], "4 rows and 5 bytes"),
-        (lambda b: b[:3073], "expected 4 images as in data_batch_1.bin, found 1"),
+        (lambda b: b[:3073], "expected 4 images, found 1; get the file again"),
         (lambda b: b[:3073] + b"\x0a" + b[3074:], "expected labels from 0 to 9, found 10 for image 1"),
     ],
 )
@@ -77,6 +82,26 @@ def test_damaged_binary(tmp_path, change, message):
     path = tmp_path / "data_batch_2.bin"
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ValueError, match=f"data_batch_2.bin: .*{message}"):
+        load("cifar10", tmp_path)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_files_that_are_cut_at_a_row_are_refused(tmp_path, monkeypatch, name, split):
+    monkeypatch.undo()
+    writers.write_cifar10_binary(tmp_path / "cifar10")
+    writers.write_cifar100(tmp_path / "cifar100")
+    first = {"cifar10": {"train": "data_batch_1", "test": "test_batch"}, "cifar100": {"train": "train", "test": "test"}}
+    official = DATASETS[name].counts[split] // (5 if (name, split) == ("cifar10", "train") else 1)
+    with pytest.raises(ValueError, match=f"{first[name][split]}.bin: expected {official} images, found 4"):
+        load(name, tmp_path, split)
+
+
+def test_a_cut_file_is_named_and_not_an_intact_one(tmp_path):
+    writers.write_cifar10_binary(tmp_path)
+    path = tmp_path / "data_batch_1.bin"
+    path.write_bytes(path.read_bytes()[:3073])
+    with pytest.raises(ValueError, match=r"data_batch_1.bin: expected 4 images, found 1"):
         load("cifar10", tmp_path)
 
 

@@ -62,9 +62,14 @@ def test_check_says_what_it_looks_at(tmp_path):
     train, test = check("imagenet", tmp_path).splitlines()
     assert train == (
         "imagenet, train: 9 images of 3 classes; the official set has 1281167 of 1000 "
-        "(checked: every file's size and the headers of 8 images a class, not the pixels)"
+        "(checked: every file's size, the end of every JPEG and PNG, and the headers of 8 images a class, "
+        "not the pixels)"
     )
     assert "9 images" in test
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-200])
 
 
 @pytest.mark.parametrize(
@@ -80,9 +85,11 @@ def test_check_says_what_it_looks_at(tmp_path):
         (lambda root: (root / "train" / "n01" / "n01_0.JPEG").write_bytes(b""), "n01_0.JPEG: .* an empty file"),
         (
             lambda root: (root / "train" / "n01" / "x.png").symlink_to(root / "nowhere"),
-            "x.png: .* an empty file or none",
+            "x.png: .* no file that can be read",
         ),
         (lambda root: (root / "train" / "n01" / "n01_0.JPEG").write_bytes(b"junk"), "n01_0.JPEG: .* cannot read"),
+        (lambda root: cut(root / "train" / "n03" / "n03_2.JPEG"), "n03_2.JPEG: .* cannot read"),
+        (lambda root: cut(root / "val" / "n03" / "n03_3.JPEG"), "n03_3.JPEG: .* cannot read"),
     ],
 )
 def test_damaged_imagenet(tmp_path, change, message):
@@ -90,6 +97,14 @@ def test_damaged_imagenet(tmp_path, change, message):
     change(tmp_path)
     with pytest.raises(ValueError, match=message):
         check("imagenet", tmp_path)
+
+
+def test_bytes_after_the_image_are_no_damage(tmp_path):
+    writers.write_imagenet(tmp_path)
+    writers.write_image(tmp_path / "train" / "n01" / "x.png", 0)
+    for path in (tmp_path / "train" / "n01").iterdir():
+        path.write_bytes(path.read_bytes() + bytes(100))
+    assert "10 images" in check("imagenet", tmp_path)
 
 
 def test_no_class_folder(tmp_path):
@@ -117,7 +132,7 @@ def test_damaged_annotations(tmp_path, text, message):
 def test_truncated_image_is_named_when_decoded(tmp_path):
     writers.write_imagenet(tmp_path)
     path = tmp_path / "train" / "n02" / "n02_0.JPEG"
-    path.write_bytes(path.read_bytes()[:-200])
+    cut(path)
     with pytest.raises(ValueError, match=r"n02_0.JPEG: expected an image, found a file that Pillow cannot read"):
         list(Loader(load("imagenet", tmp_path, size=14), 4))
 

@@ -60,15 +60,14 @@ def test_wrong_names():
 
 
 def test_check_tells_an_unofficial_number(tmp_path):
-    writers.write_cifar10_binary(tmp_path)
-    train, test = check("cifar10", tmp_path).splitlines()
-    assert train == (
-        "cifar10, train: 20 images of 10 classes; the official set has 50000 of 10 (checked: all of it)"
-    )  # fmt: skip
-    assert test.startswith("cifar10, test: 4 images")
+    writers.write_mnist(tmp_path)
+    train, test = check("mnist", tmp_path).splitlines()
+    assert train == "mnist, train: 5 images of 10 classes; the official set has 60000 of 10 (checked: all of it)"
+    assert test.startswith("mnist, test: 5 images")
 
 
-def test_check_finds_damage(tmp_path):
+def test_check_finds_damage(tmp_path, monkeypatch):
+    writers.expect_rows(monkeypatch, 4)
     writers.write_cifar10_binary(tmp_path)
     (tmp_path / "test_batch.bin").write_bytes(b"short")
     with pytest.raises(ValueError, match=r"test_batch.bin"):

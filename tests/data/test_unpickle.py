@@ -47,7 +47,8 @@ def test_truncated(tmp_path, size):
         load("cifar10", tmp_path)
 
 
-def test_random_damage_raises_only_value_errors(tmp_path):
+def test_random_damage_raises_only_value_errors(tmp_path, monkeypatch):
+    writers.expect_rows(monkeypatch, 1)
     writers.write_cifar10_python(tmp_path, n=1)
     path = tmp_path / "test_batch"
     whole, rng = path.read_bytes(), np.random.default_rng(0)

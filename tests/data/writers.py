@@ -3,12 +3,23 @@
 import gzip
 import pickle
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from trysquare.data import DATASETS
+from trysquare.data.cifar import CIFAR10, CIFAR100
+from trysquare.data.registry import _cifar
+
 CIFAR10_FILES = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+
+
+def expect_rows(monkeypatch, n):
+    """Let CIFAR's files have ``n`` images each: with as many as the official ones a test would write 180 MB."""
+    for cifar in (CIFAR10, CIFAR100):
+        monkeypatch.setitem(DATASETS, cifar.name, _cifar(replace(cifar, rows={"train": n, "test": n})))
 
 
 def random_images(seed, n, shape=(3, 32, 32), classes=10):

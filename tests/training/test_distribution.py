@@ -1,5 +1,6 @@
-import os
+import signal
 import socket
+import time
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ import torch
 import trysquare as ts
 from tests.training.small import arguments, recipe, start, state, trained, weights
 from trysquare.training.build import build_parts
-from trysquare.training.distribution import World
+from trysquare.training.distribution import World, first_to_fail
 
 
 def free_port():
@@ -16,10 +17,14 @@ def free_port():
         return holder.getsockname()[1]
 
 
-def run_two(*command):
+def start_two(*command, **options):
     """Two processes, started by torchrun."""
     torchrun = "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()
-    process = start(*torchrun, *command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return start(*torchrun, *command, **options)
+
+
+def run_two(*command):
+    process = start_two(*command)
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors
 
@@ -55,6 +60,64 @@ assert (folder / "written").exists(), f"process {world.rank} left before the fir
 def test_processes_leave_together(tmp_path):
     (tmp_path / "leave.py").write_text(LEAVE)
     run_two(tmp_path / "leave.py", tmp_path)
+
+
+FAIL = """
+import os, sys
+from trysquare.training import loop
+step = loop._Training._step
+def failing(self, *arguments):
+    if self.progress.step == 3 and os.environ["RANK"] == sys.argv[1]:
+        raise ValueError(f"process {self.world.rank} has failed")
+    return step(self, *arguments)
+loop._Training._step = failing
+from trysquare.cli import main
+raise SystemExit(main(sys.argv[2:]))
+"""
+
+
+def told(errors):
+    return [line for line in errors.splitlines() if line.startswith("trysquare: ")]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_process_that_failed_says_so(tmp_path, rank):
+    (tmp_path / "fail.py").write_text(FAIL)
+    process = start_two(tmp_path / "fail.py", rank, "train", "digits", "--out", tmp_path / "run", *arguments())
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode != 0
+    assert told(errors) == [f"trysquare: process {rank} has failed"]
+
+
+@pytest.mark.parametrize("override", ["--train.epochs=0", "--data.name=mnist"])
+def test_what_all_processes_refuse_is_said_once(tmp_path, override):
+    process = start_two("-m", "trysquare", "train", "digits", "--out", tmp_path / "run", override)
+    _, errors = process.communicate(timeout=100)
+    assert len(told(errors)) == 1, errors
+
+
+def test_a_stop_is_said_once(tmp_path):
+    options = arguments(**{"train.epochs": 500})
+    process = start_two("-m", "trysquare", "train", "digits", "--out", tmp_path / "run", *options)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "checkpoint.pt").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=100)
+    (line,) = told(errors)
+    assert "a checkpoint is written. Continue with: trysquare train --resume" in line
+
+
+def test_without_torchrun_there_is_nobody_to_ask(monkeypatch):
+    first_to_fail.cache_clear()
+    assert first_to_fail()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        first_to_fail.cache_clear()
+        assert first_to_fail() is (rank == 0)
+    first_to_fail.cache_clear()
 
 
 DUMP = """

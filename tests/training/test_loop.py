@@ -2,14 +2,17 @@ import errno
 import io
 import json
 import os
+import resource
 import signal
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 import torch
 
 import trysquare as ts
+from tests.data.writers import write_imagenet
 from tests.training.small import arguments, recipe, same, start, state, trained, weights
 from trysquare.training import loop
 from trysquare.training.build import build_loss, build_parts, radius_schedule
@@ -140,6 +143,21 @@ def test_a_run_may_go_on_for_more_epochs(tmp_path):
     assert ts.training.load_run(run.path).recipe.train.epochs == 2
 
 
+@pytest.mark.parametrize(("stopped_at", "begun"), [(None, 3), (28, 3)])
+def test_a_run_cannot_be_shorter_than_it_is(tmp_path, monkeypatch, stopped_at, begun):
+    with monkeypatch.context() as patch:
+        error = stopping_after(patch, stopped_at)
+        with suppress(error):
+            trained(tmp_path / "run", **{"train.epochs": 3, "train.checkpoint_every": 3})
+    files = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    with pytest.raises(
+        ValueError, match=f"train.epochs=2, but the run is in epoch {begun} already: give at least {begun}"
+    ):
+        ts.training.resume(tmp_path / "run", {"train.epochs": 2}, quiet=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == files
+    assert len(ts.training.resume(tmp_path / "run", {"train.epochs": begun}, quiet=True).metrics()) == 2 * begun
+
+
 @pytest.mark.parametrize("broken", ["loss", "gradient"])
 def test_what_is_not_finite_stops_the_run_before_the_weights_are_touched(tmp_path, monkeypatch, broken):
     number, compute = [0], ts.losses.OffsetCrossEntropy.per_sample
@@ -147,7 +165,7 @@ def test_what_is_not_finite_stops_the_run_before_the_weights_are_touched(tmp_pat
     def explode(self, logits, labels):
         number[0] += 1
         value = compute(self, logits, labels)
-        if number[0] < 15:
+        if number[0] < 16:  # the first is the check that the loss takes the logits
             return value
         return value * float("nan") if broken == "loss" else value + (logits.sum(1) * 0).sqrt()
 
@@ -192,6 +210,24 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     assert (run.path / "checkpoint.pt").read_bytes() == files["checkpoint.pt"]
     assert same(weights(ts.training.resume(run.path, {"train.epochs": 2}, quiet=True).path),
                 weights(trained(tmp_path / "whole").path))  # fmt: skip
+
+
+def test_a_metrics_line_that_cannot_be_written_names_its_file(tmp_path):
+    """The half of the line that still found room is gone when the run goes on."""
+    run = trained(tmp_path / "run", **{"train.epochs": 1})
+    size, limits = (run.path / "metrics.jsonl").stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, limits[1]))
+    try:
+        with pytest.raises(
+            OSError, match=r"cannot write .*metrics.jsonl: File too large; go on later with --resume .*run"
+        ):
+            run.append_metrics({"kind": "train", "epoch": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (run.path / "metrics.jsonl").read_bytes()[size:] == b'{"kind": "train", "e'
+    run = ts.training.resume(run.path, {"train.epochs": 2}, quiet=True)
+    kinds = [(record["kind"], record["epoch"]) for record in run.metrics()]
+    assert kinds == [("train", 1), ("evaluation", 1), ("train", 2), ("evaluation", 2)]
 
 
 def test_a_read_only_directory_is_named(tmp_path, monkeypatch):
@@ -246,6 +282,40 @@ def test_data_is_checked_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="give the folder"):
         trained(tmp_path / "run", **{"data.name": "mnist"})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss.name": "hkr-binary"}, r"loss 'hkr-binary' does not take 10 classes: logits of shape \(1, 10\)"),
+        (
+            {"train.batch_size": 1443},
+            "train.batch_size=1443 is more than the 1442 training images: lower it to at most",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_data_is_refused_before_anything_is_written(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        trained(tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", sorted(set(ts.losses.LOSSES) - {"hkr-binary"}))
+def test_other_losses_take_any_number_of_classes(name):
+    build_parts(recipe(**{"loss.name": name}), CPU)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("damage", [b"", b"junk", None])
+def test_folders_of_images_are_checked_before_anything_is_written(tmp_path, split, damage):
+    write_imagenet(tmp_path / "data")
+    path = tmp_path / "data" / split / "n02" / "n02_1.JPEG"
+    path.write_bytes(path.read_bytes()[:-200] if damage is None else damage)
+    folder = {"data.name": "imagenet", "data.root": str(tmp_path / "data"), "data.size": 8, "train.batch_size": 2}
+    with pytest.raises(ValueError, match=r"n02_1.JPEG: expected an image, found"):
+        trained(tmp_path / "run", **folder)
+    assert not (tmp_path / "run").exists()
+    build_parts(recipe(**folder), World(torch.device("cpu"), 1, 2))  # the first process checks for all
 
 
 def test_the_loss_gets_the_margin_of_a_radius():

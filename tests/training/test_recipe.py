@@ -59,8 +59,24 @@ def test_the_table_of_the_paper(name, loss, lr, batch, epochs, randaugment, scal
         ("train.epochs", True, "train.epochs=True must be a whole number"),
         ("train.epochs", 0, "train.epochs=0 must be at least 1"),
         ("train.clip", "no", "must be a number or null"),
-        ("train.clip", -1, "clip > 0"),
-        ("train.radius_ramp", 2, "radius_ramp <= 1"),
+        ("train.clip", -1, "train.clip=-1.0 must be above 0 and finite, or null"),
+        ("train.clip", 0.0, "train.clip=0.0 must be above 0"),
+        ("train.radius_ramp", 2, "train.radius_ramp=2.0 must be above 0 and at most 1"),
+        ("train.radius_start", -0.1, "train.radius_start=-0.1 must be at least 0 and finite"),
+        ("train.seed", -1, "train.seed=-1 must be from 0 to 9223372036854775807"),
+        ("train.seed", 2**63, "train.seed=9223372036854775808 must be from 0 to 9223372036854775807"),
+        ("optimizer.lr", 0, "optimizer.lr=0.0 must be above 0 and finite"),
+        ("optimizer.lr", -0.1, "optimizer.lr=-0.1 must be above 0 and finite"),
+        ("optimizer.lr", "nan", "optimizer.lr=nan must be above 0 and finite"),
+        ("optimizer.warmup_steps", -1, "optimizer.warmup_steps=-1 must be at least 0"),
+        ("optimizer.weight_decay", -1, "optimizer.weight_decay=-1.0 must be at least 0"),
+        ("optimizer.betas", [0.9, 1.0], "optimizer.betas=[0.9, 1.0]: each must be at least 0 and below 1"),
+        ("optimizer.betas", [-0.1, 0.9], "optimizer.betas=[-0.1, 0.9]: each must be at least 0 and below 1"),
+        ("evaluate.epsilons", [0.5, "inf"], "evaluate.epsilons=[0.5, inf]: each must be at least 0 and finite"),
+        ("evaluate.epsilons", ["nan"], "evaluate.epsilons=[nan]: each must be at least 0 and finite"),
+        ("evaluate.epsilons", [-0.5], "evaluate.epsilons=[-0.5]: each must be at least 0 and finite"),
+        ("name", "../out", "name='../out' becomes that of a folder in runs/: leave slashes out"),
+        ("name", "a\\b", "leave slashes out"),
         ("optimizer.betas", [0.9], "must be a list of 2 (each a number)"),
         ("optimizer.lr", [1], "must be a number"),
         ("evaluate.epsilons", [], "at least one"),
@@ -69,7 +85,7 @@ def test_the_table_of_the_paper(name, loss, lr, batch, epochs, randaugment, scal
         ("model", 3, "model must be a mapping"),
         ("model.head.size", 3, "must be text"),
         ("train.epochs.more", 3, "epochs must be a mapping"),
-        ("name", 3, "name=3 must be text"),
+        ("name", True, "name=True must be text"),
     ],
 )
 def test_wrong_recipes_are_told_what_is_wrong(key, value, message):
@@ -102,6 +118,31 @@ def test_files_that_are_not_recipes(tmp_path):
     assert ts.training.read_recipe(path).name == "mine"
     with pytest.raises(ValueError, match="did you mean 'digits'"):
         ts.training.read_recipe("digit")
+
+
+def test_a_key_that_is_written_twice_is_refused(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("train:\n  epochs: 3\n  seed: 1\n  epochs: 5\n")
+    with pytest.raises(ValueError, match=r"mine.yaml: the key train.epochs is there twice, in lines 2 and 4"):
+        ts.training.read_recipe(path)
+    path.write_text("data: {augment: {flip: {}}}\ndata: {name: digits}\n")
+    with pytest.raises(ValueError, match=r"the key data is there twice, in lines 1 and 2"):
+        ts.training.read_recipe(path)
+    path.write_text("data:\n  augment:\n    flip: &none {}\n    random_crop: {<<: *none, padding: 1}\n")
+    assert ts.training.read_recipe(path).data.augment == {"flip": {}, "random_crop": {"padding": 1}}
+
+
+@pytest.mark.parametrize("text", ["2024", "1.10", "007", "2024-01-01", "yes", "[a]"])
+def test_text_stays_as_it_was_typed(text):
+    _, overrides = split_overrides(["--data.root", text])
+    assert ts.training.read_recipe("digits", overrides).data.root == text
+    _, overrides = split_overrides([f"--data.name={text}"])
+    assert overrides == {"data.name": text}
+    assert split_overrides(["--data.root", "null", "--data.workers", "2"])[1] == {"data.root": None, "data.workers": 2}
+
+
+def test_a_number_may_be_text():
+    assert ts.training.resolve({"data": {"root": 2024}, "name": 3}).data.root == "2024"
 
 
 def test_overrides_on_the_command_line():

@@ -1,5 +1,7 @@
+import errno
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -159,7 +161,19 @@ def test_recipes_are_listed(capsys):
         ("certify nowhere", "there is no recipe.yaml"),
         ("audit RUN/recipe.yaml --input-shape 1,8,8", "truncated or not a checkpoint"),
         ("audit RUN/export --input-shape 1,8,8", "model.pt does not exist"),
-        ("export RUN --data.name mnist", "mnist is read from files"),
+        (
+            "export RUN --data.name mnist",
+            "export does not take --data.name; what it takes: --data.root, --data.workers",
+        ),
+        ("certify RUN --model.name resnet34", "certify does not take --model.name; what it takes: --data.root, "),
+        ("attack RUN --evaluate.epsilons [1]", "attack does not take --evaluate.epsilons; "),
+        ("audit RUN --train.epochs 3", "audit does not take --train.epochs; "),
+        (
+            "audit RUN --input-shape 1,8,8 --data.root x",
+            "audit with --input-shape does not take --data.root; it takes none",
+        ),
+        ("report RUN --data.rot x", "report does not take --data.rot; what it takes: --data.root"),
+        ("recipes --train.epochs 3", "recipes does not take --train.epochs; it takes none"),
     ],
 )
 def test_errors_are_one_line(run, tmp_path, capsys, monkeypatch, command, message):
@@ -189,9 +203,49 @@ def test_a_model_of_another_run(run, tmp_path, capsys):
     assert "is of another model: it has {" in capsys.readouterr().err
 
 
-def test_images_of_another_size(run, capsys):
-    assert main(["certify", str(run.path), "--data.name", "mnist", "--data.root", "/nowhere"]) == 1
-    assert "is not a folder" in capsys.readouterr().err
+def test_data_that_has_moved(run, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(run.path, folder)
+    recipe = (folder / "recipe.yaml").read_text()
+    (folder / "recipe.yaml").write_text(recipe.replace("name: digits\n  root: null", "name: mnist\n  root: /nowhere"))
+    assert main(["certify", str(folder), "--data.root", str(tmp_path / "2024")]) == 1
+    assert "2024 is not a folder" in capsys.readouterr().err
+    batches = ["--data.workers", "0", "--evaluate.batch_size", "7"]
+    assert main(["certify", str(run.path), "--samples", "20", *batches]) == 0
+
+
+COMMANDS = {
+    "certify": ("certificate.json", "trysquare.training.results.certify"),
+    "attack": ("attack.json", "trysquare.training.results.certify"),
+    "audit": ("audit.json", "trysquare.training.results.audit"),
+    "export": ("export/model.pt2", "trysquare.training.results.export"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_file_that_cannot_be_written_is_found_before_the_work(run, tmp_path, capsys, monkeypatch, command):
+    name, work = COMMANDS[command]
+    folder = tmp_path / "run"
+    shutil.copytree(run.path, folder, ignore=shutil.ignore_patterns(name.split("/")[0]))
+    (folder / name).mkdir(parents=True)
+    monkeypatch.setattr(work, lambda *_, **__: pytest.fail("too late"))
+    assert main([command, str(folder)]) == 1
+    assert f"cannot write {folder / name}: it is a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "numbers"), [("certify", "certified at"), ("attack", "no violation"), ("audit", "orthogonal")]
+)
+def test_a_disk_that_is_full_in_the_end_takes_no_numbers_away(run, capsys, monkeypatch, command, numbers):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert main([command, str(run.path), *(["--samples", "10"] if command != "audit" else [])]) == 1
+    printed = capsys.readouterr()
+    assert numbers in printed.out
+    assert "written to" not in printed.out
+    assert "No space left on device" in printed.err
 
 
 def test_wrong_radii(run, capsys):

@@ -24,6 +24,7 @@ class Cifar:
     Args:
         name: of the data set.
         stems: file names of each split, without ending.
+        rows: images of each file of a split. Rows have no header, so that nothing else tells a file that was cut.
         binary: the official folder of the binary layout (rows of label bytes and 3072 pixel bytes, planes R, G, B).
         python: that of the python layout (pickled dictionaries).
         label_bytes: in front of each binary row; the last of them is the class.
@@ -33,6 +34,7 @@ class Cifar:
 
     name: str
     stems: dict[str, tuple[str, ...]]
+    rows: dict[str, int]
     binary: str
     python: str
     label_bytes: int
@@ -49,11 +51,14 @@ class Cifar:
         parts = [self._read_binary(f) if f.suffix == ".bin" else self._read_python(f) for f in files]
         for file, (_, labels) in zip(files, parts, strict=True):
             require_labels(labels, len(self.classes), file)
-            if len(labels) != len(parts[0][1]):
-                expected = f"{len(parts[0][1])} images as in {files[0].name}"
-                raise ValueError(f"{file}: expected {expected}, found {len(labels)}")
+            if len(labels) != self.rows[split]:
+                raise ValueError(f"{file}: expected {self.rows[split]} images, found {len(labels)}; get the file again")
         images, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return ImageSet(images.view(-1, *SHAPE), labels, self.classes)
+
+    def counts(self) -> dict[str, int]:
+        """Images of each split."""
+        return {split: len(stems) * self.rows[split] for split, stems in self.stems.items()}
 
     def _files(self, root: Path, split: str) -> list[Path]:
         """Files of the split: binary ones if there are any, else pickles."""
@@ -90,6 +95,7 @@ class Cifar:
 CIFAR10 = Cifar(
     name="cifar10",
     stems={"train": tuple(f"data_batch_{i}" for i in range(1, 6)), "test": ("test_batch",)},
+    rows={"train": 10_000, "test": 10_000},
     binary="cifar-10-batches-bin",
     python="cifar-10-batches-py",
     label_bytes=1,
@@ -100,6 +106,7 @@ CIFAR10 = Cifar(
 CIFAR100 = Cifar(
     name="cifar100",
     stems={"train": ("train",), "test": ("test",)},
+    rows={"train": 50_000, "test": 10_000},
     binary="cifar-100-binary",
     python="cifar-100-python",
     label_bytes=2,

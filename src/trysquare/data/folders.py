@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,13 @@ Box = Callable[[int, int, int], Sequence[int]]
 
 _ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm")
 _HEADERS_PER_CLASS = 8
-CHECKED = f"every file's size and the headers of {_HEADERS_PER_CLASS} images a class, not the pixels"
+# What the last bytes of a whole file are: the end marker of JPEG, the last chunk of PNG.
+_LAST_BYTES = (b"\xff\xd9", b"IEND\xaeB`\x82")
+_HAVE_LAST_BYTES = (".jpeg", ".jpg", ".png")
+CHECKED = (
+    f"every file's size, the end of every JPEG and PNG, and the headers of {_HEADERS_PER_CLASS} images a class, "
+    "not the pixels"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,15 +112,34 @@ def read_imagenet(root: Path, split: str, size: int = 224) -> FolderSet:
 
 
 def check_folder(images: FolderSet) -> None:
-    """Raise ``ValueError`` that names a file which is empty, or whose header (of some of each class) is no image's."""
+    """Raise ``ValueError`` that names a file which is empty, cut short, or (of some of each class) no image at all."""
     for file in track(images.files, "checking images", len(images)):
-        if not os.path.isfile(file) or os.path.getsize(file) == 0:
-            raise ValueError(f"{file}: expected an image, found an empty file or none")
+        _check_end(file)
+    for row in track(_some_of_each_class(images), "checking headers", len(images.classes) * _HEADERS_PER_CLASS):
+        _open(images.files[row], decode=False)
+
+
+def _check_end(file: str) -> None:
+    """Cheap for a whole file; one that does not end as its format does may still be whole, so it is decoded."""
+    longest = max(map(len, _LAST_BYTES))
+    try:
+        with open(file, "rb") as content:
+            size = content.seek(0, os.SEEK_END)
+            content.seek(max(0, size - longest))
+            end = content.read()
+    except OSError as error:
+        raise ValueError(f"{file}: expected an image, found no file that can be read ({error.strerror})") from error
+    if not size:
+        raise ValueError(f"{file}: expected an image, found an empty file")
+    if file.lower().endswith(_HAVE_LAST_BYTES) and not end.endswith(_LAST_BYTES):
+        _open(file, decode=True)
+
+
+def _some_of_each_class(images: FolderSet) -> Iterator[int]:
     for label in range(len(images.classes)):
         rows = (images.labels == label).nonzero()[:, 0]
         spread = torch.linspace(0, len(rows) - 1, min(len(rows), _HEADERS_PER_CLASS)).long()
-        for row in rows[spread].tolist():
-            _open(images.files[row], decode=False)
+        yield from rows[spread].tolist()
 
 
 def _base(name: str, root: Path, folders: Sequence[str]) -> Path:

@@ -44,7 +44,7 @@ def _digits(root: Path, split: str) -> Images:
 
 
 def _cifar(cifar: Cifar) -> DataSet:
-    return DataSet(SHAPE, len(cifar.classes), {"train": 50_000, "test": 10_000}, cifar.read)
+    return DataSet(SHAPE, len(cifar.classes), cifar.counts(), cifar.read)
 
 
 def _mnist(name: str) -> DataSet:
@@ -105,12 +105,13 @@ def check(name: str, root: str | os.PathLike[str] | None = None) -> str:
     """Verify a data set on disk before it is used for long.
 
     Sets of small images are read whole: sizes, headers, labels. Of folders of images, all class folders are listed,
-    every file must have bytes, and of each class the headers of eight images are read; pixels are decoded only when
-    they are used. Pixel values are not compared with the published ones.
+    every file must have bytes and end as JPEG and PNG do, and of each class the headers of eight images are read;
+    pixels are decoded only when they are used. Pixel values are not compared with the published ones.
 
     Returns:
         What was found and what was checked, a line for each split. A number of images or classes that is not the
-        official one is told, not refused: a part of a data set is one too.
+        official one is told, not refused: a part of a data set is one too (of CIFAR, whose files do not say how many
+        images they have, it is refused).
 
     Raises:
         ValueError: as ``load``.
@@ -124,10 +125,22 @@ def check(name: str, root: str | os.PathLike[str] | None = None) -> str:
 
 def _check(name: str, root: str | os.PathLike[str] | None, split: str) -> str:
     images, official = load(name, root, split), DATASETS[name]
-    checked = "all of it"
-    if isinstance(images, FolderSet):
-        check_folder(images)
-        checked = CHECKED
+    checked = check_images(images)
     found, usual = (len(images), len(images.classes)), (official.counts[split], official.classes)
     note = "" if found == usual else f"; the official set has {usual[0]} of {usual[1]}"
     return f"{name}, {split}: {found[0]} images of {found[1]} classes{note} (checked: {checked})"
+
+
+def check_images(images: Images) -> str:
+    """Check what ``load`` has left unchecked, which is nothing of sets that are in memory.
+
+    Returns:
+        What is checked now.
+
+    Raises:
+        ValueError: if a file is damaged; it names the file.
+    """
+    if not isinstance(images, FolderSet):
+        return "all of it"
+    check_folder(images)
+    return CHECKED

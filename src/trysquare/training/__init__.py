@@ -4,7 +4,7 @@
 ['cifar10-accurate', 'cifar10-cpu', 'cifar10-robust']
 """
 
-from trysquare.training.distribution import leads
+from trysquare.training.distribution import first_to_fail, leads
 from trysquare.training.library import read_recipe, recipes, split_overrides
 from trysquare.training.loop import StoppedError, resume, train
 from trysquare.training.optimizers import OPTIMIZERS
@@ -22,6 +22,7 @@ __all__ = [
     "audit_run",
     "certify_run",
     "export_run",
+    "first_to_fail",
     "leads",
     "load_run",
     "read_recipe",

@@ -13,6 +13,7 @@ from torch import nn
 
 from trysquare.certification import evaluating
 from trysquare.data import Images, Loader, load
+from trysquare.data.registry import check_images
 from trysquare.lipschitz import follow_classifier
 from trysquare.losses import Loss, make_loss, margin_for_radius
 from trysquare.models import Classifier, build
@@ -24,10 +25,10 @@ FACTORY = "trysquare.models:build"
 
 
 def load_images(recipe: Recipe, split: str) -> Images:
-    """Images of the recipe's data set, checked.
+    """Images of the recipe's data set.
 
     Raises:
-        ValueError: if a file is missing or damaged.
+        ValueError: if a file is missing or damaged; files of images in folders are only listed.
     """
     return load(recipe.data.name, recipe.data.root, split, size=recipe.data.size)
 
@@ -64,6 +65,21 @@ def build_loss(recipe: Recipe, model: Classifier, input_shape: tuple[int, ...]) 
     return make_loss(name, **options)
 
 
+def check_loss(recipe: Recipe, loss: Loss, model: Classifier, classes: int) -> None:
+    """Refuse a loss that does not take a logit for each class, before a run finds out at its first step.
+
+    Raises:
+        ValueError: if the loss refuses such logits.
+    """
+    head = {"head": model.head.weight} if takes_head(loss) else {}
+    device = next(model.parameters()).device
+    try:
+        with torch.no_grad():
+            loss(torch.zeros(1, classes, device=device), torch.zeros(1, dtype=torch.int64, device=device), **head)
+    except ValueError as error:
+        raise ValueError(f"loss {recipe.loss.name!r} does not take {classes} classes: {error}") from error
+
+
 def takes_head(loss: Loss) -> bool:
     """Whether the loss wants the weight of the last layer."""
     return "head" in inspect.signature(loss.forward).parameters
@@ -73,15 +89,20 @@ def training_batches(recipe: Recipe, images: Images, world: World) -> Loader:
     """Batches of this process.
 
     Raises:
-        ValueError: if the processes cannot share a batch equally.
+        ValueError: if the processes cannot share a batch equally, or there are not enough images for one.
     """
+    if recipe.train.batch_size > len(images):
+        raise ValueError(
+            f"train.batch_size={recipe.train.batch_size} is more than the {len(images)} training images: "
+            f"lower it to at most {len(images)}"
+        )
     if recipe.train.batch_size % world.size:
         raise ValueError(
             f"train.batch_size={recipe.train.batch_size} must be a multiple of the number of processes, {world.size}"
         )
     return Loader(
         images,
-        min(recipe.train.batch_size, len(images) - len(images) % world.size),
+        recipe.train.batch_size,
         recipe.data.augment,
         recipe.train.seed,
         shuffle=True,
@@ -139,14 +160,23 @@ class Parts:
 
 
 def build_parts(recipe: Recipe, world: World) -> Parts:
-    """All of it; data on disk is checked on the way."""
+    """All of it; data on disk is checked on the way, by the first process for all.
+
+    Raises:
+        ValueError: if data is missing or damaged, or parts of the recipe do not fit it or each other.
+    """
     images, test_images = load_images(recipe, "train"), load_images(recipe, "test")
+    if world.leads:
+        for split in (images, test_images):
+            check_images(split)
     arguments = model_arguments(recipe, images)
     model = build_model(recipe, images).to(world.device)
     train = training_batches(recipe, images, world)
     steps = recipe.train.epochs * len(train)
+    loss = build_loss(recipe, model, arguments["input_shape"])
+    check_loss(recipe, loss, model, len(images.classes))
     return Parts(
-        recipe, world, model, build_loss(recipe, model, arguments["input_shape"]), train,
+        recipe, world, model, loss, train,
         test_batches(recipe, test_images, world), build_stepper(recipe, model, steps), steps,
         arguments["input_shape"], arguments,
     )  # fmt: skip

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -59,6 +61,24 @@ def leads() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
+@cache
+def first_to_fail() -> bool:
+    """Whether this process is the one that says why the run ends: the first of those of torchrun that asks.
+
+    The others end because it did, or for the same reason. All processes count in the store through which torchrun lets
+    them meet, so that it works before they have joined and after one has gone.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        return True
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        connect: Any = dist.TCPStore  # type: ignore[attr-defined]
+        store = connect(address, port, timeout=timedelta(seconds=5), wait_for_workers=False)
+        return bool(store.add("trysquare/failures", 1) == 1)
+    except (KeyError, ValueError, RuntimeError):  # nobody to ask
+        return leads()
+
+
 def chosen_device(name: str) -> torch.device:
     """A device by name; ``"auto"`` is the GPU of this process if there is one.
 
@@ -95,5 +115,8 @@ def joined(device: str = "auto") -> Iterator[World]:
         yield World(chosen, dist.get_rank(), dist.get_world_size())
         # A process that ends while a thread of gloo still lets go of the tensors of its last sum is aborted by torch.
         dist.barrier(device_ids=None if chosen.index is None else [chosen.index])
+    except BaseException:
+        first_to_fail()  # asked before the others lose this process, and fail too
+        raise
     finally:
         dist.destroy_process_group()

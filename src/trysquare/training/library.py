@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trysquare.naming import require_known
-from trysquare.training.recipe import Recipe, as_mapping, resolve, yaml
+from trysquare.training.recipe import Recipe, as_mapping, resolve, wants_text, yaml
 
 
 def _packaged() -> dict[str, Path]:
@@ -49,13 +49,35 @@ def read_recipe(source: str | os.PathLike[str], overrides: Mapping[str, Any] | N
 def _read(path: Path) -> dict[str, Any]:
     parser = yaml()
     try:
-        return as_mapping(parser.safe_load(path.read_text()), str(path))
+        text = path.read_text()
+        repeated = _repeated_key(parser.compose(text, Loader=parser.SafeLoader))
+        content = parser.safe_load(text)
     except (parser.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if repeated:
+        raise ValueError(f"{path}: {repeated}; leave one of them out")
+    return as_mapping(content, str(path))
+
+
+def _repeated_key(node: Any, above: str = "") -> str:
+    """Where a mapping of nodes below this one has a key twice; YAML would take the last. Empty if none has."""
+    if not isinstance(node, yaml().MappingNode):
+        return ""
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        name, line = f"{above}{key.value}", key.start_mark.line + 1
+        if name in lines:
+            return f"the key {name} is there twice, in lines {lines[name]} and {line}"
+        lines[name] = line
+        if found := _repeated_key(value, f"{name}."):
+            return found
+    return ""
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Take overrides ``--section.key value`` out of the arguments of a command; values are read as YAML.
+
+    Where a recipe wants text, such as ``data.root``, numbers and dates are left as they were typed.
 
     Returns:
         The arguments that are left, and the values by dotted keys.
@@ -82,6 +104,8 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]
 def _value(key: str, text: str) -> Any:
     parser = yaml()
     try:
-        return parser.safe_load(text)
+        value = parser.safe_load(text)
     except parser.YAMLError as error:
         raise ValueError(f"{key}: {text!r} is not a value in YAML") from error
+    typed = wants_text(key.removeprefix("--")) and value is not None and not isinstance(value, str)
+    return text if typed else value

@@ -76,7 +76,7 @@ def resume(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = N
 
     Raises:
         ValueError: if there is no checkpoint, it is damaged, it is that of another model, or an override is about what
-            the run has been trained with.
+            the run has been trained with, or the run has done more epochs than it is to have.
     """
     for key in overrides or {}:
         if key not in _MAY_CHANGE:
@@ -229,7 +229,7 @@ class _Training:
         """Go back to a checkpoint.
 
         Raises:
-            ValueError: if it is not that of this model.
+            ValueError: if it is not that of this model, or the run is to end before it.
         """
         if state.get("model_arguments") != self.parts.arguments:
             found, wanted = state.get("model_arguments"), self.parts.arguments
@@ -240,12 +240,18 @@ class _Training:
             self.progress = _Progress(**state["progress"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{self.run.path / 'checkpoint.pt'} does not fit the recipe: {error}") from error
+        self._require_not_past_the_end()
         continue_from(self.parts.stepper.optimizer, state["steps_seen"])
         torch.set_rng_state(state["random"])
         if self.world.leads:
             self.run.cut_metrics(self.progress.metrics_size)
             for left_over in Path(self.run.path).glob("*.tmp"):
                 left_over.unlink()
+
+    def _require_not_past_the_end(self) -> None:
+        epochs, begun = self.recipe.train.epochs, self.progress.epoch + (self.progress.batch > 0)
+        if epochs < begun:
+            raise ValueError(f"train.epochs={epochs}, but the run is in epoch {begun} already: give at least {begun}")
 
     def _stop(self) -> None:
         self._checkpoint()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, TypeVar, get_type_hints
@@ -16,6 +17,7 @@ from trysquare.training.optimizers import OPTIMIZERS
 from trysquare.training.values import convert
 
 PRECISIONS = ("float32", "bfloat16")
+_LARGEST_SEED = 2**63 - 1
 S = TypeVar("S")
 
 
@@ -218,6 +220,19 @@ _TEXTS = {"name": "unnamed", "summary": ""}
 _DEFAULT_NAMES = {"model": "tiny-digits", "loss": "offset-cross-entropy", "optimizer": "schedule-free-adamw"}
 
 
+def wants_text(key: str) -> bool:
+    """Whether the value of a dotted key is text, or null, whatever the recipe names.
+
+    >>> from trysquare.training.recipe import wants_text
+    >>> wants_text("data.root"), wants_text("model.name"), wants_text("train.epochs")
+    (True, True, False)
+    """
+    section, _, name = key.partition(".")
+    if section in _REGISTRIES:
+        return name == "name"
+    return get_type_hints(_SECTIONS[section]).get(name) in (str, str | None) if section in _SECTIONS else False
+
+
 def as_mapping(content: Any, kind: str) -> dict[str, Any]:
     """A copy of a mapping; ``None`` is an empty one.
 
@@ -262,26 +277,67 @@ def _named(options_of: Callable[[str], dict[str, Option]], section: str, content
 
 
 def _check(recipe: Recipe) -> None:
-    """Refuse numbers that no run can have."""
+    """Refuse what no run can have."""
+    if any(character in recipe.name for character in "/\\\0"):
+        raise ValueError(f"name={recipe.name!r} becomes that of a folder in runs/: leave slashes out")
     pick(DATASETS, recipe.data.name, "data set")
     augmentations(recipe.data.augment)
     require_known(recipe.train.precision, PRECISIONS, "precision")
-    lowest = {
-        "train.epochs": 1, "train.batch_size": 1, "train.accumulate": 1, "train.seed": 0, "train.checkpoint_every": 1,
-        "data.workers": 0, "data.size": 1, "evaluate.every": 1, "evaluate.batch_size": 1,
-    }  # fmt: skip
-    for key, least in lowest.items():
-        section, _, name = key.partition(".")
-        value = getattr(getattr(recipe, section), name)
-        if value is not None and value < least:
-            raise ValueError(f"{key}={value} must be at least {least}")
     if recipe.train.radius_start is not None and "radius" not in recipe.loss.options:
         raise ValueError(f"train.radius_start needs a loss that has a radius, not {recipe.loss.name!r}")
-    if not 0 < recipe.train.radius_ramp <= 1 or not (recipe.train.clip or 1.0) > 0:
-        found = f"train.radius_ramp={recipe.train.radius_ramp} and train.clip={recipe.train.clip}"
-        raise ValueError(f"{found}: expected 0 < radius_ramp <= 1 and clip > 0 or null")
-    if not all(epsilon >= 0 for epsilon in recipe.evaluate.epsilons) or not recipe.evaluate.epsilons:
-        raise ValueError(f"evaluate.epsilons={list(recipe.evaluate.epsilons)} must be radii, at least one")
+    for key, (wanted, fits) in _RANGES.items():
+        _require_range(key, _value_of(recipe, key), wanted, fits)
+
+
+Range = tuple[str, Callable[[Any], bool]]
+
+
+def _at_least(least: int) -> Range:
+    return f"at least {least}", lambda value: bool(value >= least)
+
+
+# Of numbers and of each number of a list. Comparisons are such that nan does not fit.
+_POSITIVE: Range = "above 0 and finite", lambda value: 0 < value < math.inf
+_NOT_NEGATIVE: Range = "at least 0 and finite", lambda value: 0 <= value < math.inf
+_DECAY: Range = "at least 0 and below 1", lambda value: 0 <= value < 1
+
+_RANGES: dict[str, Range] = {
+    "data.workers": _at_least(0),
+    "data.size": _at_least(1),
+    "optimizer.lr": _POSITIVE,
+    "optimizer.betas": _DECAY,
+    "optimizer.momentum": _DECAY,
+    "optimizer.weight_decay": _NOT_NEGATIVE,
+    "optimizer.warmup_steps": _at_least(0),
+    "train.epochs": _at_least(1),
+    "train.batch_size": _at_least(1),
+    "train.accumulate": _at_least(1),
+    "train.clip": (f"{_POSITIVE[0]}, or null", _POSITIVE[1]),
+    "train.seed": (f"from 0 to {_LARGEST_SEED}", lambda value: 0 <= value <= _LARGEST_SEED),
+    "train.checkpoint_every": _at_least(1),
+    "train.radius_start": _NOT_NEGATIVE,
+    "train.radius_ramp": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "evaluate.every": _at_least(1),
+    "evaluate.batch_size": _at_least(1),
+    "evaluate.epsilons": _NOT_NEGATIVE,
+}
+
+
+def _value_of(recipe: Recipe, key: str) -> Any:
+    """By its dotted key; ``None`` if this recipe has no such option."""
+    section, _, name = key.partition(".")
+    part = getattr(recipe, section)
+    return part.options.get(name) if isinstance(part, Named) else getattr(part, name)
+
+
+def _require_range(key: str, value: Any, wanted: str, fits: Callable[[Any], bool]) -> None:
+    if isinstance(value, tuple):
+        if not value:
+            raise ValueError(f"{key}=[] must have at least one number")
+        if not all(map(fits, value)):
+            raise ValueError(f"{key}={list(value)}: each must be {wanted}")
+    elif value is not None and not fits(value):
+        raise ValueError(f"{key}={value} must be {wanted}")
 
 
 def yaml() -> Any:

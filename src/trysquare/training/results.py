@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from trysquare.attacks import AttackReport, attack_report, autoattack_l2, pgd_l2
 from trysquare.auditing import AuditReport, audit
 from trysquare.certification import Certificate, certify
 from trysquare.export import FORMATS, export
-from trysquare.files import DIGEST, sha256
+from trysquare.files import DIGEST, check_writable, sha256
 from trysquare.naming import pick
 from trysquare.training.run import Run
 
@@ -20,22 +21,34 @@ ATTACKS: dict[str, Callable[..., Tensor]] = {
     "pgd": pgd_l2,
     "autoattack": autoattack_l2,
 }
+R = TypeVar("R", Certificate, AttackReport, AuditReport)
+Show = Callable[[R], None]
+"""Called with a result before it is written, so that a disk that is full by then takes nothing away."""
 # Inputs on which an exported file is compared.
 _COMPARED = 16
 
 
-def certify_run(run: Run, *, samples: int | None = None, epsilons: Sequence[float] | None = None) -> Certificate:
+def certify_run(
+    run: Run,
+    *,
+    samples: int | None = None,
+    epsilons: Sequence[float] | None = None,
+    show: Show[Certificate] | None = None,
+) -> Certificate:
     """Certify the test images of a run, and write ``certificate.json``.
 
     Args:
         run: with a trained model.
         samples: how many images, evenly spread; all unless given.
         epsilons: radii; those of the recipe unless given.
+        show: called with the result before it is written.
+
+    Raises:
+        ValueError: before the work, if the file could not be written.
+        OSError: after it, if the file cannot be written.
     """
-    about = _weights(run)
-    certificate = _certificate(run, samples, epsilons)
-    _write(run, "certificate.json", about, certificate.to_json())
-    return certificate
+    about = _about(run, "certificate.json")
+    return _written(run, "certificate.json", about, _certificate(run, samples, epsilons), show)
 
 
 def _certificate(run: Run, samples: int | None, epsilons: Sequence[float] | None) -> Certificate:
@@ -44,7 +57,12 @@ def _certificate(run: Run, samples: int | None, epsilons: Sequence[float] | None
 
 
 def attack_run(
-    run: Run, *, attack: str = "pgd", samples: int | None = None, epsilons: Sequence[float] | None = None
+    run: Run,
+    *,
+    attack: str = "pgd",
+    samples: int | None = None,
+    epsilons: Sequence[float] | None = None,
+    show: Show[AttackReport] | None = None,
 ) -> AttackReport:
     """Attack the model of a run on its test images, and write ``attack.json``.
 
@@ -53,31 +71,41 @@ def attack_run(
         attack: one of ``ATTACKS``.
         samples: how many images, evenly spread; all unless given.
         epsilons: radii; those of the recipe unless given.
+        show: called with the result before it is written.
+
+    Raises:
+        ValueError: before the work, if the file could not be written.
+        OSError: after it, if the file cannot be written.
     """
     chosen = pick(ATTACKS, attack, "attack")
-    about = _weights(run)
+    about = {"attack": attack, **_about(run, "attack.json")}
     certificate = _certificate(run, samples, epsilons)
     report = attack_report(run.model(), run.batches(samples=samples), certificate, attack=chosen)
-    _write(run, "attack.json", {"attack": attack, **about}, report.to_json())
-    return report
+    return _written(run, "attack.json", about, report, show)
 
 
-def audit_run(run: Run, *, spectra: bool = False) -> AuditReport:
-    """Audit the model of a run on inputs of its data's shape, and write ``audit.json``."""
-    about = _weights(run)
-    report = audit(run.model(), input_shape(run), spectra=spectra)
-    _write(run, "audit.json", about, report.to_json())
-    return report
+def audit_run(run: Run, *, spectra: bool = False, show: Show[AuditReport] | None = None) -> AuditReport:
+    """Audit the model of a run on inputs of its data's shape, and write ``audit.json``; as ``certify_run``."""
+    about = _about(run, "audit.json")
+    return _written(run, "audit.json", about, audit(run.model(), input_shape(run), spectra=spectra), show)
 
 
-def _weights(run: Run) -> dict[str, str]:
-    """What tells the present ``model.pt`` from later ones; asked for before it is read, so that a doubt is seen."""
+def _about(run: Run, name: str) -> dict[str, str]:
+    """What tells the present ``model.pt`` from later ones; asked for before it is read, so that a doubt is seen.
+
+    Raises:
+        ValueError: if the file of this name, which is to hold it, could not be written.
+    """
+    check_writable(run.path / name)
     path = run.path / "model.pt"
     return {DIGEST: sha256(path)} if path.is_file() else {}
 
 
-def _write(run: Run, name: str, about: dict[str, str], result: str) -> None:
-    run.write(name, json.dumps({**about, **json.loads(result)}, indent=2) + "\n")
+def _written(run: Run, name: str, about: dict[str, str], result: R, show: Show[R] | None) -> R:
+    if show is not None:
+        show(result)
+    run.write(name, json.dumps({**about, **json.loads(result.to_json())}, indent=2) + "\n")
+    return result
 
 
 def input_shape(run: Run) -> tuple[int, ...]:
@@ -95,9 +123,13 @@ def export_run(run: Run, file_format: str = "torch") -> tuple[Path, float]:
 
     Returns:
         The file, and the largest difference of its outputs from those of the model.
+
+    Raises:
+        ValueError: before the work, if the file could not be written.
     """
     path = run.path / "export" / pick(FORMATS, file_format, "format")
     path.parent.mkdir(exist_ok=True)
+    check_writable(path)
     return path, export(run.model(), path, _examples(run), file_format)
 
 

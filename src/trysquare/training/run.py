@@ -113,10 +113,20 @@ class Run:
             raise ValueError(f"{path} is not a checkpoint of a run: {error}") from error
 
     def append_metrics(self, record: Mapping[str, Any]) -> int:
-        """Add a line; the size of the file afterwards."""
-        with (self.path / "metrics.jsonl").open("ab") as file:
-            file.write(json.dumps(record).encode() + b"\n")
-            return file.tell()
+        """Add a line; the size of the file afterwards.
+
+        Raises:
+            OSError: if it cannot be written; it names the file. What was written of the line is cut off at resume.
+        """
+        path = self.path / "metrics.jsonl"
+        try:
+            with path.open("ab") as file:
+                file.write(json.dumps(record).encode() + b"\n")
+                file.flush()
+                return file.tell()
+        except OSError as error:
+            reason = f"cannot write {path}: {error.strerror or error}; go on later with --resume {self.path}"
+            raise OSError(error.errno, reason) from error
 
     def cut_metrics(self, size: int) -> None:
         """Drop what was written after a checkpoint."""

@@ -11,7 +11,8 @@ from typing import Any, Union, get_args, get_origin
 def convert(value: Any, hint: Any, key: str) -> Any:
     """A value as the type that the hint asks for.
 
-    YAML reads ``1e-3`` and ``36/255`` as text; both are numbers where a number is wanted.
+    YAML reads ``1e-3`` and ``36/255`` as text; both are numbers where a number is wanted. A number is text where text
+    is wanted, such as a folder ``2024``.
 
     Raises:
         ValueError: if it is of another type; it names key, value and type.
@@ -44,6 +45,8 @@ def _converted(value: Any, hint: Any) -> Any:
         return _mapped(value)
     if hint is float:
         return _number(value)
+    if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise TypeError
     return value
