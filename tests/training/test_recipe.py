@@ -97,6 +97,14 @@ def test_wrong_recipes_are_told_what_is_wrong(key, value, message):
 def test_a_ramp_needs_a_radius():
     with pytest.raises(ValueError, match="radius_start needs a loss that has a radius"):
         ts.training.read_recipe("digits", {"loss.name": "cosine", "train.radius_start": 0.1})
+    with pytest.raises(ValueError, match="radius_start needs a loss that has a radius"):
+        ts.training.read_recipe("digits", {"loss.radius": None, "loss.margin": 1.0, "train.radius_start": 0.1})
+
+
+def test_margin_and_radius_are_not_given_together():
+    with pytest.raises(ValueError, match=r"loss.margin=5.0 and loss.radius=0.85 both set the margin: .* null"):
+        ts.training.read_recipe("digits", {"loss.margin": 5.0})
+    assert ts.training.read_recipe("digits", {"loss.margin": 5.0, "loss.radius": None}).loss.options["margin"] == 5.0
 
 
 def test_another_name_starts_from_its_own_defaults():

@@ -283,10 +283,22 @@ def _check(recipe: Recipe) -> None:
     pick(DATASETS, recipe.data.name, "data set")
     augmentations(recipe.data.augment)
     require_known(recipe.train.precision, PRECISIONS, "precision")
-    if recipe.train.radius_start is not None and "radius" not in recipe.loss.options:
-        raise ValueError(f"train.radius_start needs a loss that has a radius, not {recipe.loss.name!r}")
+    _check_radius(recipe)
     for key, (wanted, fits) in _RANGES.items():
         _require_range(key, _value_of(recipe, key), wanted, fits)
+
+
+def _check_radius(recipe: Recipe) -> None:
+    loss, radius = recipe.loss, recipe.loss.options.get("radius")
+    if recipe.train.radius_start is not None and radius is None:
+        raise ValueError(f"train.radius_start needs a loss that has a radius; loss {loss.name!r} is given none")
+    margin = MARGINS.get(loss.name)
+    if margin is None or radius is None or loss.options[margin] == _loss_options(loss.name)[margin].default:
+        return
+    raise ValueError(
+        f"loss.{margin}={loss.options[margin]} and loss.radius={radius} both set the margin: leave one out "
+        f"(--loss.radius null takes the recipe's away)"
+    )
 
 
 Range = tuple[str, Callable[[Any], bool]]
