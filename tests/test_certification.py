@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -387,9 +388,68 @@ def test_an_image_that_is_computed_exactly_does_not_speak_for_those_around_it(dt
         black = torch.zeros(1, 1, 8, 8, dtype=dtype)
         labels = predicted(model, black)
         certificate = ts.certify(model, (black, labels))
-        assert certificate.evaluation_error == 0
+        assert certificate.evaluation_error > 0
         moved = ts.attacks.pgd_l2(model, black, labels, certificate.radii, box=None)
         assert torch.equal(predicted(model, moved), labels)
+
+
+class _InSinglePrecision(nn.Module):
+    """Logits in float32, whatever the dtype."""
+
+    def __init__(self, features, classes):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(classes, features))
+        self.bias = nn.Parameter(torch.zeros(classes))
+
+    def forward(self, x):
+        return F.linear(x.float(), self.weight.float(), self.bias.to(torch.float32))
+
+
+def test_the_reference_is_in_float64_whatever_the_model_asks_for():
+    for seed in range(50):
+        torch.manual_seed(seed)
+        model, x = _InSinglePrecision(512, 2), torch.rand(1, 512) * 20
+        with torch.no_grad():
+            at_x = model.weight.double() @ x[0].double()
+            model.bias.copy_(3e-5 * torch.randn(2) - at_x.float())
+            exact = at_x + model.bias.double()
+        labels = predicted(model, x)
+        assert ts.certify(model, (x, labels)).radii == 0 or exact.argmax() == labels
+
+
+def test_parts_in_single_precision_do_not_keep_a_model_from_being_certified():
+    model = nn.Sequential(nn.Flatten(), ts.OrthoLinear(64, 16), ts.MaxMin(), _InSinglePrecision(16, 3)).eval()
+    images = torch.rand(8, 1, 8, 8)
+    assert ts.certify(model, (images, predicted(model, images))).radii.max() > 0
+
+
+def test_large_values_inside_are_seen_around_an_image_that_hides_them():
+    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 2))
+    with torch.no_grad():
+        model[0].weight.fill_(1), model[0].bias.fill_(1024)
+        model[2].weight.copy_(torch.tensor([[0.0], [1.0]])), model[2].bias.copy_(torch.tensor([1.0, -1023.0]))
+    x = torch.tensor([[2.0**-13]])
+    radius = float(ts.certify(model, (x, torch.tensor([1]))).radii)
+    assert model(x - 2.0**-14).argmax() == 0
+    assert radius <= 2.0**-14
+
+
+def test_autocast_rounds_what_it_hides():
+    class Single(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(1, 2)
+
+        def forward(self, x):
+            return self.linear(x).float()
+
+    model, step = Single(), 2.0**-7
+    with torch.no_grad():
+        model.linear.weight.copy_(torch.tensor([[0.0], [1.0]])), model.linear.bias.fill_(1)
+    x = torch.tensor([[step]])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x - step / 2).argmax() == 0
+        assert float(ts.certify(model, (x, torch.tensor([1]))).radii) <= step / 2
 
 
 def test_curve_and_table_and_json():
@@ -473,17 +533,15 @@ def test_models_that_cannot_be_certified():
         ts.certify(broken, (IMAGES, LABELS))
 
 
-def test_a_model_that_cannot_run_in_float64_can_be_given_its_error():
-    class Cast(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(6, 3)
-
+def test_a_model_that_cannot_run_in_float64_can_be_given_its_error(monkeypatch):
+    class Single(nn.Linear):
         def forward(self, x):
-            return self.head(x.float())
+            raise RuntimeError("there is no kernel for float64")
 
-    with pytest.raises(ValueError, match="give evaluation_error"):
-        ts.certify(Cast(), (IMAGES, LABELS))
+    monkeypatch.setattr("trysquare.certification.with_fixed_weights", lambda model: Single(6, 3))
+    with pytest.raises(ValueError, match=r"no kernel for float64.* give evaluation_error"):
+        ts.certify(nn.Linear(6, 3), (IMAGES, LABELS))
+    assert ts.certify(nn.Linear(6, 3), (IMAGES, LABELS), evaluation_error=1e-5).evaluation_error == 1e-5
 
 
 def test_compiled_models_are_certified_as_what_they_are():

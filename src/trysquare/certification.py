@@ -8,8 +8,8 @@ weights. That has rounding errors of its own, which are taken to be at most 1e-1
 units in the last place.
 
 What is measured, not proved. The model as it runs has rounding errors at ``x'`` too. A multiple of the largest error
-that was seen on the data is taken off every margin for them, and one rounding of the logits in any case; worse rounding
-at some ``x'`` is not excluded. Fourier
+that was seen on the data and on noisy copies of it is taken off every margin for them, and one rounding of the logits
+in any case; worse rounding at some ``x'`` is not excluded. Fourier
 layers are built anew in float64, so for them the measured error includes that of their weights.
 """
 
@@ -20,10 +20,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from trysquare.export import with_fixed_weights
@@ -43,6 +44,7 @@ Data = Batches | Dataset[Any] | tuple[Tensor, Tensor]
 # Quotients and roots in float64, rounded the safe way.
 _ROUND_DOWN = 1 - 16 * UNIT_ROUNDOFF
 _SQRT2_UP = math.nextafter(math.sqrt(2), 2)
+_SHORTER = (torch.float32, torch.float16, torch.bfloat16)
 # Error of an evaluation in float64, relative to the largest logit.
 _FLOAT64_ERROR = 1e-12
 
@@ -278,7 +280,7 @@ def certify(
         input_shape: shape of one image; that of the first, unless given. All must have it.
         batch_size: for data that is not in batches already.
         float64_samples: on how many samples the evaluation error is measured, at the beginning of the data (in float64,
-            at 2 to 3 times the cost of the evaluation itself); all of them unless given.
+            at 4 to 6 times the cost of the evaluation itself); all of them unless given.
         evaluation_error: bound on the error of a difference of two logits, in place of measuring it.
         safety: the evaluation error where it was not measured is taken to be this many times the largest that was
             measured: of moved images (taken off on top of a sample's own), and of samples past ``float64_samples``.
@@ -301,14 +303,15 @@ def certify(
     model = getattr(model, "_orig_mod", model)
     with evaluating(model), torch.no_grad():
         measure = 0 if evaluation_error is not None else float64_samples
-        logits, labels, errors, shape, precision = _evaluate(model, data, input_shape, batch_size, measure)
+        logits, labels, errors, errors_around, shape, precision = _evaluate(
+            model, data, input_shape, batch_size, measure
+        )
         found = follow_classifier(model, shape)
-        largest = float(errors.max()) if evaluation_error is None else evaluation_error
+        largest = float(max(errors.max(), errors_around.max())) if evaluation_error is None else evaluation_error
         elsewhere = safety * largest if evaluation_error is None else evaluation_error
         here = torch.full(labels.shape, elsewhere, dtype=torch.float64)
         here[: len(errors)] = errors
-        # An image that happens to be computed exactly, such as a black one, says nothing about those around it: every
-        # logit there is rounded, and up to the radius none is larger than three of these.
+        # One rounding of the logits at least, which up to the radius are at most three times as large.
         least = _FLOAT64_ERROR + (3 * precision if evaluation_error is None else 0.0)
         allowance = here + elsewhere + least * logits.abs().amax(1)
         radii = certified_radius(logits, labels, found.features_bound, found.head, error=allowance)
@@ -354,31 +357,55 @@ def batches_of(data: Data, batch_size: int) -> tuple[Batches, int]:
     return batches, len(batches) if hasattr(batches, "__len__") else 0
 
 
+class _Evaluation(NamedTuple):
+    """Of all data.
+
+    Attributes:
+        logits: in float64.
+        labels: as given.
+        errors: of the margins of the first samples.
+        errors_around: of the same samples, moved a little.
+        shape: of one image.
+        precision: of the dtype that the logits were computed in.
+    """
+
+    logits: Tensor
+    labels: Tensor
+    errors: Tensor
+    errors_around: Tensor
+    shape: tuple[int, ...]
+    precision: float
+
+
 def _evaluate(
     model: nn.Module, data: Data, input_shape: Sequence[int] | None, batch_size: int, measure: int | None
-) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...], float]:
-    """Logits in float64, labels, errors of the margins of the first samples, shape of an image, precision of logits."""
+) -> _Evaluation:
     batches, total = batches_of(data, batch_size)
     reference = with_fixed_weights(model).double() if measure != 0 else None
     shape = None if input_shape is None else tuple(input_shape)
     logits, labels, errors, left = [], [], [], math.inf if measure is None else measure
+    moved: list[Tensor] = []
     precision = 0.0
     for images, classes in track(batches, "certifying", total):
         shape = shape or tuple(images.shape[1:])
         given = prepared(model, images, shape)
         raw = model(given)
         values = _checked_logits(raw)
-        precision = max(torch.finfo(kind).eps for kind in (given.dtype, raw.dtype))
+        precision = max(torch.finfo(kind).eps for kind in (given.dtype, raw.dtype, *_autocast_dtypes(raw)))
         labels.append(_checked_labels(classes, values))
         logits.append(values)
         if left > 0 and reference is not None:
-            exact = _checked_logits(_in_float64(reference, given))
-            errors.append(_margin_errors(values, exact, labels[-1])[: None if left == math.inf else int(left)])
-            left -= len(errors[-1])
+            count = int(min(left, len(given)))
+            exact = _checked_logits(_in_float64(reference, given[:count]))
+            errors.append(_margin_errors(values[:count], exact, labels[-1][:count]))
+            around = _moved(given[:count])
+            exact = _checked_logits(_in_float64(reference, around))
+            moved.append(_margin_errors(_checked_logits(model(around)), exact, labels[-1][:count]))
+            left -= count
     if not labels or shape is None or not sum(map(len, labels)):
         raise ValueError("there is no data to certify on")
-    measured = torch.cat(errors) if errors else torch.empty(0)
-    return torch.cat(logits), torch.cat(labels), measured, shape, precision
+    at_rest, elsewhere = (torch.cat(found) if found else torch.zeros(0) for found in (errors, moved))
+    return _Evaluation(torch.cat(logits), torch.cat(labels), at_rest, elsewhere, shape, precision)
 
 
 def prepared(model: nn.Module, images: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -397,9 +424,37 @@ def prepared(model: nn.Module, images: Tensor, shape: tuple[int, ...]) -> Tensor
     return images.to(input_like(model))
 
 
+def _autocast_dtypes(tensor: Tensor) -> list[torch.dtype]:
+    """What autocast computes in, if it is on."""
+    device = tensor.device.type
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return [torch.get_autocast_dtype(device)] if on else []
+
+
+def _moved(images: Tensor) -> Tensor:
+    """Each image and noise of a tenth of the length of all ones: few images around one are computed exactly."""
+    noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
+    return images + 0.1 * noise.to(images)
+
+
+class _OnlyFloat64(TorchDispatchMode):
+    """Computes in float64 what a forward pass wants in a shorter dtype by name."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def longer(value: Any) -> Any:
+            return torch.float64 if value in _SHORTER else value
+
+        args = [longer(value) if isinstance(value, torch.dtype) else value for value in args]
+        options = {
+            name: longer(value) if isinstance(value, torch.dtype) else value for name, value in (kwargs or {}).items()
+        }
+        return func(*args, **options)
+
+
 def _in_float64(reference: nn.Module, images: Tensor) -> Tensor:
     try:
-        return reference(images.double())
+        with _OnlyFloat64():
+            return reference(images.double())
     except RuntimeError as error:
         raise ValueError(
             f"the model does not run in float64 ({error}), so its evaluation error cannot be measured: give "

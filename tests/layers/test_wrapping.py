@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from benchmarks.measure import saved_bytes
 from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 import trysquare as ts
 from trysquare.layers.padding import CONV
@@ -64,6 +65,25 @@ def test_only_what_is_wanted_is_computed(case, wanted):
     tensors = [tensor.detach().requires_grad_(place in wanted) for place, tensor in enumerate(tensors)]
     circular_convolution(*tensors, *numbers).sum().backward()
     assert [tensor.grad is not None for tensor in tensors] == [place in wanted for place in range(3)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_gradient_costs_no_more_than_torchs(bias):
+    layer = ts.OrthoConv2d(8, 8, 3, bias=bias).eval()
+    plain = ts.to_torch(layer)
+    x = torch.randn(2, 8, 6, 6, requires_grad=True)
+    flops = []
+    for module in (layer, plain):
+        y = module(x)
+        with FlopCounterMode(display=False) as counter:
+            torch.autograd.grad(y.sum(), x)
+        flops.append(counter.get_total_flops())
+    assert flops[0] == flops[1] > 0
+
+
+def test_on_no_device():
+    layer = ts.OrthoConv2d(4, 6, 3, device="meta")
+    assert layer(torch.empty(2, 4, 6, 6, device="meta")).shape == (2, 6, 6, 6)
 
 
 def test_without_bias(case):

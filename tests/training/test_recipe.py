@@ -99,6 +99,8 @@ def test_a_ramp_needs_a_radius():
         ts.training.read_recipe("digits", {"loss.name": "cosine", "train.radius_start": 0.1})
     with pytest.raises(ValueError, match="radius_start needs a loss that has a radius"):
         ts.training.read_recipe("digits", {"loss.radius": None, "loss.margin": 1.0, "train.radius_start": 0.1})
+    with pytest.raises(ValueError, match="radius_start needs a loss that has a radius above 0"):
+        ts.training.read_recipe("digits", {"loss.radius": 0.0, "train.radius_start": 0.1})
 
 
 def test_margin_and_radius_are_not_given_together():

@@ -57,12 +57,15 @@ class _CircularConvolution(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.numbers
-        for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
+        # Asked of the engine: `needs_input_grad` is about the graph, not about this pass through it.
+        nodes = [node for node, _ in ctx.next_functions]
+        wanted = [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
+        wanted += [False] * (3 - len(wanted))
         grad_x, *others = torch.ops.aten.convolution_backward(
             grad, F.pad(x, ctx.pads, mode="circular"), weight, ctx.bias_shape,
-            stride, padding, dilation, False, padding, groups, [for_x, for_weight, for_bias],
+            stride, padding, dilation, False, padding, groups, wanted,
         )  # fmt: skip
-        return _folded(grad_x, ctx.pads, x.shape) if for_x else None, *others, None, None
+        return _folded(grad_x, ctx.pads, x.shape) if wanted[0] else None, *others, None, None
 
     @staticmethod
     def jvp(ctx: Any, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, *_: Any) -> Tensor:
@@ -95,7 +98,7 @@ def circular_convolution(
     numbers = stride, [0] * len(stride), dilation, groups
     if not _is_for_training(x, weight):
         return CONV[len(stride)](F.pad(x, pads, mode="circular"), weight, bias, *numbers)
-    x, weight, bias = _as_autocast(x, weight, bias)
+    x, weight, bias = (_not_a_leaf(tensor) for tensor in _as_autocast(x, weight, bias))
     with full_precision(x):
         return apply_function(_CircularConvolution, x, weight, bias, pads, numbers)  # type: ignore[no-any-return]
 
@@ -109,10 +112,15 @@ def _is_for_training(x: Tensor, weight: Tensor) -> bool:
     return x.requires_grad or weight.requires_grad
 
 
+def _not_a_leaf(tensor: Any) -> Any:
+    """The same; about leaves the engine does not say whether their gradient is wanted."""
+    return tensor if tensor is None or not tensor.is_leaf or not tensor.requires_grad else tensor.view_as(tensor)
+
+
 def _as_autocast(*tensors: Tensor | None) -> list[Any]:
     """The tensors in the dtype that autocast, where it is on, has for a convolution."""
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not torch.is_autocast_enabled(device):
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
     keep = (torch.float64, dtype)

@@ -13,7 +13,8 @@ from trysquare.linalg.precision import apply_function
 def _swapped(pairs: Tensor, swap: Tensor, dim: int) -> Tensor:
     """Swap the pairs on axis ``dim`` where ``swap`` is true; its own inverse and adjoint.
 
-    Interpolation with weights 0 and 1 is exact, and several times as fast as ``torch.where`` on a CPU.
+    Interpolation with weights 0 and 1 is exact where the difference of a pair is finite, and several times as fast as
+    ``torch.where`` on a CPU.
     """
     first, second = pairs.unbind(dim)
     weight = swap.to(pairs.dtype)

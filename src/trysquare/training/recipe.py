@@ -63,8 +63,8 @@ class Train:
         seed: of weights, order and augmentation.
         device: ``"auto"`` is a GPU if there is one.
         checkpoint_every: steps after which a checkpoint is written, besides the end of each epoch.
-        radius_start: the loss's ``radius`` rises from here along a line, if given.
-        radius_ramp: share of the training in which it rises.
+        radius_start: the loss's ``radius`` goes from here to its value along a line, if given.
+        radius_ramp: share of the training in which it does.
     """
 
     epochs: int = 10
@@ -290,8 +290,10 @@ def _check(recipe: Recipe) -> None:
 
 def _check_radius(recipe: Recipe) -> None:
     loss, radius = recipe.loss, recipe.loss.options.get("radius")
-    if recipe.train.radius_start is not None and radius is None:
-        raise ValueError(f"train.radius_start needs a loss that has a radius; loss {loss.name!r} is given none")
+    if recipe.train.radius_start is not None and not radius:
+        raise ValueError(
+            f"train.radius_start needs a loss that has a radius above 0; that of {loss.name!r} is {radius}"
+        )
     margin = MARGINS.get(loss.name)
     if margin is None or radius is None or loss.options[margin] == _loss_options(loss.name)[margin].default:
         return
