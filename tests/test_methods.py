@@ -194,7 +194,9 @@ def test_repr_names_the_method_and_its_options(method):
 
 
 def test_unknown_options_are_refused(method):
-    with pytest.raises(TypeError, match=f"method='{method}' got an unexpected keyword argument 'speed'"):
+    with pytest.raises(
+        TypeError, match=f"unexpected keyword argument 'speed': the layer has none .* method='{method}' has"
+    ):
         make(method, "square", speed=2)
 
 

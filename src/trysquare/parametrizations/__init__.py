@@ -52,8 +52,11 @@ def find_method(name: str, options: Collection[str] = ()) -> type[Parametrizatio
     known = pick(METHODS, name, "method").options
     for option in options:
         if option not in known:
-            takes = f"its options are {', '.join(known)}" if known else "it has no options"
-            raise TypeError(f"method={name!r} got an unexpected keyword argument {option!r}; {takes}")
+            takes = f"has the options {', '.join(known)}" if known else "has no options"
+            raise TypeError(
+                f"got an unexpected keyword argument {option!r}: the layer has none of that name, and "
+                f"method={name!r} {takes}"
+            )
     return METHODS[name]
 
 
