@@ -54,7 +54,7 @@ def record(command: str, line: list[str], quick: bool, missing: list[str], data:
     """Everything that belongs to a result."""
     return {
         "command": command,
-        "line": "python -m benchmarks " + " ".join(line),
+        "line": "python -m benchmarks " + " ".join(_anywhere(line)),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "quick": quick,
         "threads": torch.get_num_threads(),
@@ -63,6 +63,12 @@ def record(command: str, line: list[str], quick: bool, missing: list[str], data:
         "missing": missing,
         "data": data,
     }
+
+
+def _anywhere(line: list[str]) -> list[str]:
+    """The arguments as one would type them on another machine: without the places of files on this one."""
+    places = {"--data": "DIR", "--out": "FILE"}
+    return [places.get(before, argument) for before, argument in zip(["", *line], line, strict=False)]
 
 
 def default_path(command: str, quick: bool) -> Path:

@@ -9,6 +9,9 @@ from benchmarks import results
 def test_a_result_says_where_it_comes_from():
     record = results.record("counts", ["counts", "--quick"], True, [], {"a": 1})
     assert record["line"] == "python -m benchmarks counts --quick"
+    somewhere = ["recipe", "--data", "/home/me/images", "--out", "x.json", "--budget", "3"]
+    line = results.record("recipe", somewhere, False, [], {})["line"]
+    assert line == "python -m benchmarks recipe --data DIR --out FILE --budget 3"
     assert record["machine"].keys() == {"cpu", "cores", "memory_gb", "system"}
     assert record["versions"]["torch"]
     assert record["threads"] >= 1
