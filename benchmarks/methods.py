@@ -21,7 +21,17 @@ from benchmarks import peers
 from benchmarks.measure import Samples, interleaved, saved_bytes
 from benchmarks.networks import exchange, fourier, ours, plain
 from benchmarks.peers import Make
-from benchmarks.report import Part, Plot, Table, better_peers, megabytes, milliseconds, times
+from benchmarks.report import (
+    Part,
+    Plot,
+    Table,
+    accuracy_table,
+    better_peers,
+    failures,
+    megabytes,
+    milliseconds,
+    times,
+)
 from benchmarks.training import Task, certificate, train
 from trysquare.linalg.fourier import RESPONSES
 
@@ -191,26 +201,15 @@ def _cost_parts(entry: dict[str, Any]) -> list[Part]:
 
 
 def _accuracy_parts(accuracy: dict[str, Any]) -> list[Part]:
-    columns = ["method", "parameters", "steps", "accuracy", *(f"at {e}/255" for e in (36, 72, 108, 255)), "Lipschitz"]
     works = {name: row for name, row in accuracy["rows"].items() if "error" not in row}
-    rows = [
-        [
-            name,
-            f"{row['parameters'] / 1e6:.2f} M",
-            str(row["steps"]),
-            *(f"{share:.1%}" for share in (row["accuracy"], *row["certified"])),
-            f"{row['lipschitz']:.4f}",
-        ]
-        for name, row in works.items()
-    ]
     title = f"{NETWORK} on {accuracy['data']}, {accuracy['budget']:g} s of training each"
-    failures = [f"{n} is not in the table: {row['error']}." for n, row in accuracy["rows"].items() if "error" in row]
     series = {
         "accuracy": (list(range(len(works))), [row["accuracy"] for row in works.values()]),
         "certified at 36/255": (list(range(len(works))), [row["certified"][0] for row in works.values()]),
     }
     plot = Plot("methods-accuracy", title, series, "", "share of the test images", ticks=list(works))
-    return [Table(columns, rows, title), *failures, *([plot] if works else [])]
+    table = accuracy_table("method", title, accuracy["rows"])
+    return [table, *failures(accuracy["rows"]), *([plot] if works else [])]
 
 
 def peer_wins(data: dict[str, Any]) -> list[str]:

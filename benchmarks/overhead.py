@@ -19,7 +19,7 @@ import torch
 from benchmarks import peers
 from benchmarks.measure import ChildError, in_child, interleaved
 from benchmarks.networks import NETWORKS, REFERENCE, VARIANTS, build
-from benchmarks.report import Part, Plot, Table, better_peers, megabytes, milliseconds, times
+from benchmarks.report import Part, Plot, Table, better_peers, failures, megabytes, milliseconds, times
 from benchmarks.results import machine
 from benchmarks.steps import evaluation, images, train_step
 from trysquare.progress import track
@@ -129,7 +129,7 @@ def describe(data: dict[str, Any]) -> list[Part]:
     parts: list[Part] = []
     for case, rows in _cases(data):
         numbers = _numbers(rows)
-        parts += [_table(case, numbers), *_failures(rows)]
+        parts += [_table(case, numbers), *failures(rows)]
         parts += [_plot(case, numbers)] if len(numbers) > 1 else []
     return [*parts, *_targets(data)]
 
@@ -144,10 +144,6 @@ def _table(case: Case, numbers: dict[str, dict[str, float]]) -> Table:
         for name, row in numbers.items()
     ]
     return Table(columns, rows, str(case))
-
-
-def _failures(rows: dict[str, Any]) -> list[str]:
-    return [f"{name} is not in the table: {row['error']}." for name, row in rows.items() if "error" in row]
 
 
 def _plot(case: Case, numbers: dict[str, dict[str, float]]) -> Plot:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import trysquare as ts
 from benchmarks import peers
 from benchmarks.networks import exchange
-from benchmarks.report import Part, Plot, Table
+from benchmarks.report import Part, Plot, accuracy_table, failures
 from benchmarks.training import EPSILONS, Task, certificate
 from trysquare.progress import track
 from trysquare.training import build
@@ -114,26 +114,15 @@ class _Run:
 
 def describe(data: dict[str, Any]) -> list[Part]:
     """The end of each run, and the way there."""
-    columns = ["layers", "parameters", "steps", "accuracy", *(f"at {e}/255" for e in (36, 72, 108, 255)), "Lipschitz"]
     works = {library: row for library, row in data["rows"].items() if "error" not in row}
-    rows = [
-        [
-            library,
-            f"{row['parameters'] / 1e6:.2f} M",
-            str(row["steps"]),
-            *(f"{share:.1%}" for share in (row["results"][-1]["accuracy"], *row["results"][-1]["certified"])),
-            f"{row['results'][-1]['lipschitz']:.4f}",
-        ]
-        for library, row in works.items()
-    ]
+    ends = {library: {**row, **row["results"][-1]} for library, row in works.items()}
     title = f"recipe {data['recipe']}, batches of {data['batch']}, {data['budget']:g} s of training each"
     series = {
         library: ([s / 60 for s in row["seconds"]], [found["certified"][0] for found in row["results"]])
         for library, row in works.items()
     }
     plot = Plot("recipe", title, series, "minutes of training", f"certified at {EPSILONS[0]:.3f}")
-    failures = [f"{name} is not in the table: {row['error']}." for name, row in data["rows"].items() if "error" in row]
-    return [Table(columns, rows, title), *failures, plot]
+    return [accuracy_table("layers", title, ends), *failures(data["rows"]), plot]
 
 
 def peer_wins(data: dict[str, Any]) -> list[str]:

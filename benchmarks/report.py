@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
@@ -134,3 +135,25 @@ def better_peers(what: str, unit: str, ours: Mapping[str, float], theirs: Mappin
         for name, value in ours.items()
         if name in theirs and value > NOISE * theirs[name]
     ]
+
+
+def failures(rows: Mapping[str, Any]) -> list[str]:
+    """A sentence for each row that is an error in place of numbers."""
+    return [f"{name} is not in the table: {row['error']}." for name, row in rows.items() if "error" in row]
+
+
+def accuracy_table(kind: str, title: str, rows: Mapping[str, Any]) -> Table:
+    """Trained networks and their certificates, but for those that failed."""
+    columns = [kind, "parameters", "steps", "accuracy", *(f"at {e}/255" for e in (36, 72, 108, 255)), "Lipschitz"]
+    cells = [
+        [
+            name,
+            f"{row['parameters'] / 1e6:.2f} M",
+            str(row["steps"]),
+            *(f"{share:.1%}" for share in (row["accuracy"], *row["certified"])),
+            f"{row['lipschitz']:.4f}",
+        ]
+        for name, row in rows.items()
+        if "error" not in row
+    ]
+    return Table(columns, cells, title)

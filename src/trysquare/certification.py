@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from trysquare.export import with_fixed_weights
 from trysquare.files import or_infinite, without_infinities
 from trysquare.linalg.margins import least_radius
+from trysquare.linalg.precision import autocast_dtype
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.lipschitz import follow_classifier
 from trysquare.lipschitz.follow import input_like
@@ -391,7 +392,8 @@ def _evaluate(
         given = prepared(model, images, shape)
         raw = model(given)
         values = _checked_logits(raw)
-        precision = max(torch.finfo(kind).eps for kind in (given.dtype, raw.dtype, *_autocast_dtypes(raw)))
+        dtypes = given.dtype, raw.dtype, autocast_dtype(raw) or raw.dtype
+        precision = max(torch.finfo(dtype).eps for dtype in dtypes)
         labels.append(_checked_labels(classes, values))
         logits.append(values)
         if left > 0 and reference is not None:
@@ -422,13 +424,6 @@ def prepared(model: nn.Module, images: Tensor, shape: tuple[int, ...]) -> Tensor
     if not bool(images.isfinite().all()):
         raise ValueError("there are images that are not finite")
     return images.to(input_like(model))
-
-
-def _autocast_dtypes(tensor: Tensor) -> list[torch.dtype]:
-    """What autocast computes in, if it is on."""
-    device = tensor.device.type
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return [torch.get_autocast_dtype(device)] if on else []
 
 
 def _moved(images: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from trysquare.layers.conv import _Convolution, _OrthogonalConvolution, _Transpo
 from trysquare.layers.heads import UnitNormLinear
 from trysquare.layers.linear import OrthoLinear
 from trysquare.layers.padding import CONV, CONV_TRANSPOSE, flat
-from trysquare.linalg.precision import full_precision
+from trysquare.linalg.precision import as_autocast, full_precision
 
 # Torch's hooks that set the weight before each pass.
 WEIGHT_HOOKS = (WeightNorm, SpectralNorm, BasePruningMethod)
@@ -299,12 +299,7 @@ def used_weight(layer: nn.Module) -> Tensor:
             weight = hook.compute_weight(layer, do_power_iteration=False)
         if isinstance(hook, BasePruningMethod) and hook._tensor_name == "weight":
             weight = hook.apply_mask(layer)
-    device = weight.device.type
-    # Autocast leaves float64 alone.
-    casts = weight.dtype != torch.float64 and torch.amp.is_autocast_available(device)
-    if casts and torch.is_autocast_enabled(device):
-        weight = weight.to(torch.get_autocast_dtype(device))
-    return checked_weight(weight, type(layer).__name__)
+    return checked_weight(as_autocast(weight), type(layer).__name__)
 
 
 def checked_weight(weight: Tensor, owner: str) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trysquare.geometry import Pads, Sizes
 from trysquare.layers.padding import CONV
-from trysquare.linalg.precision import apply_function, full_precision
+from trysquare.linalg.precision import apply_function, as_autocast, full_precision
 
 
 def circular_pad(x: Tensor, pads: Pads) -> Tensor:
@@ -93,12 +93,12 @@ def circular_convolution(
 ) -> Tensor:
     """Convolve ``x``, extended periodically by ``pads``, torch's flat ones, none larger than its axis.
 
-    For training it needs half the memory of padding and convolution one after the other, and less time on large maps.
+    In training ``x`` is kept for backward, and no padded copy of it.
     """
     numbers = stride, [0] * len(stride), dilation, groups
     if not _is_for_training(x, weight):
         return CONV[len(stride)](F.pad(x, pads, mode="circular"), weight, bias, *numbers)
-    x, weight, bias = (_not_a_leaf(tensor) for tensor in _as_autocast(x, weight, bias))
+    x, weight, bias = (_ready(tensor) for tensor in (x, weight, bias))
     with full_precision(x):
         return apply_function(_CircularConvolution, x, weight, bias, pads, numbers)  # type: ignore[no-any-return]
 
@@ -112,16 +112,9 @@ def _is_for_training(x: Tensor, weight: Tensor) -> bool:
     return x.requires_grad or weight.requires_grad
 
 
-def _not_a_leaf(tensor: Any) -> Any:
-    """The same; about leaves the engine does not say whether their gradient is wanted."""
-    return tensor if tensor is None or not tensor.is_leaf or not tensor.requires_grad else tensor.view_as(tensor)
-
-
-def _as_autocast(*tensors: Tensor | None) -> list[Any]:
-    """The tensors in the dtype that autocast, where it is on, has for a convolution."""
-    device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    keep = (torch.float64, dtype)
-    return [tensor if tensor is None or tensor.dtype in keep else tensor.to(dtype) for tensor in tensors]
+def _ready(tensor: Any) -> Any:
+    """As autocast wants it, and no leaf: about leaves the engine does not say whether their gradient is wanted."""
+    if tensor is None:
+        return None
+    tensor = as_autocast(tensor)
+    return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor

@@ -11,12 +11,23 @@ from torch import Tensor
 _NOTHING = nullcontext()
 
 
-def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Context in which autocast does not touch the operations on ``tensor``'s device."""
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """What autocast computes in on ``tensor``'s device; ``None`` where it is off."""
     device = tensor.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return _NOTHING
+        return torch.get_autocast_dtype(device)
+    return None
+
+
+def as_autocast(tensor: Tensor) -> Tensor:
+    """``tensor`` as autocast gives it to a product or convolution; it leaves float64 alone."""
+    dtype = autocast_dtype(tensor)
+    return tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
+def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Context in which autocast does not touch the operations on ``tensor``'s device."""
+    return _NOTHING if autocast_dtype(tensor) is None else torch.autocast(tensor.device.type, enabled=False)
 
 
 def apply_function(function: Any, *args: Any) -> Any:

@@ -26,6 +26,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from trysquare.layers.centering import BatchCentering
+from trysquare.linalg.precision import autocast_dtype
 from trysquare.lipschitz.memory import tensors
 from trysquare.lipschitz.registry import NoRuleError
 from trysquare.operators import WEIGHT_HOOKS
@@ -112,9 +113,11 @@ def refuse_rounding(value: Any, input_dtype: torch.dtype) -> None:
     is in the float64 network too.
     """
     for tensor in tensors(value):
-        if torch.amp.is_autocast_available(tensor.device.type) and torch.is_autocast_enabled(tensor.device.type):
-            continue
-        if tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(input_dtype).eps:
+        if (
+            autocast_dtype(tensor) is None
+            and tensor.is_floating_point()
+            and torch.finfo(tensor.dtype).eps > torch.finfo(input_dtype).eps
+        ):
             kinds = [str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, input_dtype)]
             raise NoRuleError(
                 f"it rounds to {kinds[0]} in a network of {kinds[1]}: a value that jumps is not Lipschitz; cast the "
