@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.results import system_field
 from trysquare.progress import track
 
 Call = Callable[[], Any]
@@ -152,8 +153,15 @@ def in_child(module: str, arguments: Sequence[Any], limit: float) -> dict[str, A
 
 
 def peak_bytes() -> int:
-    """Most memory that this process has held so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Most memory that this process has held so far.
+
+    On Linux not ``ru_maxrss``: a child starts with the one of the process that started it.
+    """
+    held = system_field("/proc/self/status", "VmHWM")
+    if held is not None:
+        return int(held.removesuffix("kB")) * 1024
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 def limit_memory(gigabytes: float) -> None:

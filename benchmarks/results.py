@@ -23,14 +23,15 @@ PACKAGES = ("torch", "numpy", "orthogonium", "einops", "matplotlib")
 def machine() -> dict[str, Any]:
     """Processor, cores and memory, as far as the system tells."""
     return {
-        "cpu": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "cpu": system_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "system": f"{platform.system()} {platform.release()}",
     }
 
 
-def _field(path: str, name: str) -> str | None:
+def system_field(path: str, name: str) -> str | None:
+    """What one of Linux's ``name: value`` files says; ``None`` where there is no such file or name."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:

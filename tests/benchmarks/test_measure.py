@@ -16,6 +16,7 @@ from benchmarks.measure import (
     peak_bytes,
     saved_bytes,
 )
+from benchmarks.results import ROOT
 from torch import nn
 
 
@@ -81,6 +82,15 @@ def test_peak_memory_sees_what_was_held():
     block = bytearray(before + 50_000_000)
     block[::4096] = b"x" * len(block[::4096])
     assert peak_bytes() >= before + 40_000_000
+
+
+def test_peak_memory_of_a_child_is_its_own(tmp_path, monkeypatch):
+    (tmp_path / "small.py").write_text("from benchmarks.measure import peak_bytes; print(peak_bytes())")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    before = in_child("small", [], 60)
+    block = bytearray(peak_bytes() + 500_000_000)
+    block[::4096] = b"x" * len(block[::4096])
+    assert in_child("small", [], 60) < before + 50_000_000
 
 
 def test_child_gives_json_or_says_why_not(tmp_path, monkeypatch):
