@@ -10,7 +10,8 @@ from torch import Tensor
 
 from trysquare.geometry import Pads, Sizes
 from trysquare.layers.padding import CONV
-from trysquare.linalg.precision import apply_function, as_autocast, full_precision
+from trysquare.linalg.functions import apply_function
+from trysquare.linalg.precision import as_autocast, full_precision
 
 
 def circular_pad(x: Tensor, pads: Pads) -> Tensor:

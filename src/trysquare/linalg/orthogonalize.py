@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trysquare.linalg.functions import apply_function, backward_of_first, keep
 from trysquare.linalg.orthonormal import orthonormal_rows
-from trysquare.linalg.precision import apply_function, full_precision, host_can_look, unwrapped
+from trysquare.linalg.precision import full_precision, host_can_look, unwrapped
 from trysquare.linalg.unitary import polish
 from trysquare.naming import pick
 
@@ -113,12 +114,12 @@ class _Polar(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*output)
+        keep(ctx, output, output[0])
 
     @staticmethod
+    @backward_of_first
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         basis, stretch = ctx.saved_tensors
         with full_precision(grad):
             values, vectors = torch.linalg.eigh((stretch + stretch.mT) / 2)

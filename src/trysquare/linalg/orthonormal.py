@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trysquare.linalg.precision import apply_function, full_precision, host_can_look
+from trysquare.linalg.functions import apply_function, backward_of_first, keep
+from trysquare.linalg.precision import full_precision, host_can_look
 
 
 def _lower(matrix: Tensor, factor: Tensor) -> Tensor:
@@ -132,12 +133,12 @@ class _OrthonormalRows(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*output)
+        keep(ctx, output, output[0])
 
     @staticmethod
+    @backward_of_first
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         basis, factor = ctx.saved_tensors
         with full_precision(grad):
             return rows_gradient(basis, factor, grad), None

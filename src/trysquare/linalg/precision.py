@@ -30,17 +30,6 @@ def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
     return _NOTHING if autocast_dtype(tensor) is None else torch.autocast(tensor.device.type, enabled=False)
 
 
-def apply_function(function: Any, *args: Any) -> Any:
-    """``function.apply(*args)`` for an autograd function with a ``setup_context``, all arguments given.
-
-    Torch's own ``apply`` inspects the signature of ``forward`` at every call, to fill in defaults and for transforms of
-    ``torch.func``: a tenth of the time that a small kernel takes to build. Without transforms its base class will do.
-    """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)
-
-
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which kernels of a ``dtype`` layer are built."""
     return dtype if dtype == torch.float64 else torch.float32

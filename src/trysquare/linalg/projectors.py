@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trysquare.linalg.functions import apply_function, backward_of_first, keep
 from trysquare.linalg.orthonormal import factor_rows, rows_gradient
-from trysquare.linalg.precision import apply_function, full_precision
+from trysquare.linalg.precision import full_precision
 
 
 class _Grow(torch.autograd.Function):
     """``matrix ∘ [N₁, I - N₁] ∘ [N₂, I - N₂] …``.
 
-    Returns the kernel, then what backward needs: the orthonormal frames and their factors, each kernel on the way and
-    its coordinates in the next frame.
+    Returns the kernel, then what backward needs: the orthonormal frames and their factors, and the coordinates of each
+    kernel on the way in the next frame, from which backward finds its way without the kernels.
     """
 
     generate_vmap_rule = True
@@ -30,42 +31,64 @@ class _Grow(torch.autograd.Function):
     def forward(matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, ...]:
         with full_precision(matrix):
             basis, factor = factor_rows(rows.flatten(0, 1))
-            kernel, flats, coordinates = matrix, [], []
+            kernel, coordinates = matrix, []
             for frame, turned, axis in zip(*_frames(basis, rows.shape), axes, strict=True):
-                flats.append(kernel.flatten(1, -2))  # (g, taps * n, c)
-                coordinates.append(torch.bmm(flats[-1], turned))
+                coordinates.append(torch.bmm(kernel.flatten(1, -2), turned))  # (g, taps * n, h)
                 projected = torch.bmm(coordinates[-1], frame).view(kernel.shape)
                 kernel = _spread(kernel, projected, axis + 1)
             grown = kernel.movedim((-2, -1), (1, 2)).contiguous()
-        return grown, basis, factor, *flats[1:], *coordinates
+        return grown, basis, factor, *coordinates
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         matrix, rows, ctx.axes = inputs
         ctx.shape = rows.shape
-        _, basis, factor, *rest = output
-        ctx.mark_non_differentiable(basis, factor, *rest)
-        ctx.save_for_backward(basis, factor, matrix, *rest)
+        keep(ctx, output, matrix)
 
     @staticmethod
+    @backward_of_first
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor, None]:
-        basis, factor, *saved = ctx.saved_tensors
-        steps = len(ctx.axes)
-        flats, coordinates = [saved[0].flatten(1, -2), *saved[1:steps]], saved[steps:]
-        grads = []
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Walk from the last projector to the first, with no kernel but the matrix at hand.
+
+        A frame ``F`` whose projector met the kernel ``K`` has the gradient ``Dᵀ T + (T Fᵀ)ᵀ K``, where ``D = K Fᵀ`` are
+        the coordinates that were kept and ``T`` is the gradient of ``K N``. The columns of ``T Fᵀ`` wait beside the
+        gradient: products with a kernel are some with its coordinates and some with the kernel before (``_settle``).
+        """
+        matrix, basis, factor, *coordinates = ctx.saved_tensors
+        each = list(zip(*_frames(basis, ctx.shape), coordinates, ctx.axes, strict=True))
+        waiting: Any = None
+        grads = grad
         with full_precision(grad):
             grad = grad.movedim((1, 2), (-2, -1)).contiguous()
-            each = zip(*_frames(basis, ctx.shape), flats, coordinates, ctx.axes, strict=True)
-            for frame, turned, flat, coordinate, axis in reversed(list(each)):
-                dim, taps = axis + 1, grad.shape[axis + 1] - 1
-                later = grad.narrow(dim, 1, taps)
-                through = (grad.narrow(dim, 0, taps) - later).flatten(1, -2)  # gradient of K N
-                back = torch.bmm(through, turned)
-                grads.append(torch.baddbmm(torch.bmm(coordinate.mT, through), back.mT, flat))
-                grad = torch.bmm(back, frame).view(later.shape).add_(later)
-            grad_rows = rows_gradient(basis, factor, torch.cat(grads[::-1]), span_only=True)
+            for frame, turned, coordinate, axis in reversed(each):
+                first, later = _but_one_tap(grad, axis + 1)
+                through = (first - later).flatten(1, -2)
+                columns = torch.bmm(through, turned)
+                grad = torch.bmm(columns, frame).view(later.shape).add_(later)
+                columns, known = columns.view(*later.shape[:-1], -1), torch.bmm(coordinate.mT, through)
+                if waiting is None:
+                    waiting, grads = columns, known
+                else:
+                    settled, waiting = _settle(waiting, coordinate, frame, axis + 1, grads)
+                    waiting, grads = torch.cat([columns, waiting], -1), torch.cat([known, settled], 1)
+            grads = torch.baddbmm(grads, waiting.flatten(1, -2).mT, matrix.flatten(1, -2))
+            grads = grads.unflatten(1, (len(each), -1)).transpose(0, 1).flatten(0, 1)  # as in `basis`
+            grad_rows = rows_gradient(basis, factor, grads, span_only=True)
         return grad, grad_rows.view(ctx.shape), None
+
+
+def _settle(waiting: Tensor, coordinate: Tensor, frame: Tensor, dim: int, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Add to ``total`` what ``waitingᵀ (z K + (1 - z) D F)`` owes to ``D``; also returns what waits for ``K`` now."""
+    first, later = _but_one_tap(waiting, dim)
+    turned = (first - later).flatten(1, -2).mT
+    return torch.baddbmm(total, torch.bmm(turned, coordinate), frame), later
+
+
+def _but_one_tap(kernel: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Without the last tap along ``dim``, and without the first."""
+    taps = kernel.shape[dim] - 1
+    return kernel.narrow(dim, 0, taps), kernel.narrow(dim, 1, taps)
 
 
 def _frames(basis: Tensor, shape: torch.Size) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trysquare.linalg.precision import apply_function
+from trysquare.linalg.functions import apply_function, backward_of_first, keep
 
 
 def _swapped(pairs: Tensor, swap: Tensor, dim: int) -> Tensor:
@@ -41,12 +41,12 @@ class _MaxMin(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.dim = inputs[1]
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(output[1])
+        keep(ctx, output)
         ctx.save_for_forward(output[1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
+    @backward_of_first
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _swapped(grad, ctx.saved_tensors[0], ctx.dim), None
 
     @staticmethod
