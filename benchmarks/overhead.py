@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help=", ".join(VARIANTS))
     parser.add_argument("--rounds", type=int, help="samples of each time; 5 (--quick: 2)")
     parser.add_argument("--memory", type=float, help="gigabytes that a network may take; 70 %% of the machine's")
-    parser.add_argument("--limit", type=float, help="seconds that two steps may take; 600 (--quick: 100)")
+    parser.add_argument("--limit", type=float, help="seconds that four steps may take; 600 (--quick: 100)")
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -58,15 +58,16 @@ class _Grow(torch.autograd.Function):
         matrix, basis, factor, *coordinates = ctx.saved_tensors
         each = list(zip(*_frames(basis, ctx.shape), coordinates, ctx.axes, strict=True))
         waiting: Any = None
-        grads = grad
+        grads: Any = None
         with full_precision(grad):
-            grad = grad.movedim((1, 2), (-2, -1)).contiguous()
+            grad = grad.movedim((1, 2), (-2, -1))
             for frame, turned, coordinate, axis in reversed(each):
                 first, later = _but_one_tap(grad, axis + 1)
                 through = (first - later).flatten(1, -2)
-                columns = torch.bmm(through, turned)
+                columns, known = torch.bmm(through, turned), torch.bmm(coordinate.mT, through)
+                del through  # large, and the peak of a training step may be here
                 grad = torch.bmm(columns, frame).view(later.shape).add_(later)
-                columns, known = columns.view(*later.shape[:-1], -1), torch.bmm(coordinate.mT, through)
+                columns = columns.view(*later.shape[:-1], -1)
                 if waiting is None:
                     waiting, grads = columns, known
                 else:
