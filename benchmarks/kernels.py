@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import trysquare as ts
 from benchmarks import peers
@@ -20,8 +20,6 @@ from benchmarks.report import Part, Table, better_peers, milliseconds, times
 from trysquare.progress import track
 
 SQUARE = ((64, 3), (128, 3), (128, 5), (256, 3), (512, 3))
-SEVERAL = 6
-SHARED = (16, 32, 64, 128, 256)
 EVALUATED = ((64, 32), (128, 16), (256, 14))
 BATCH = 8
 
@@ -36,7 +34,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "square": [_square(*shape) for shape in track(square, "square kernels", len(square))],
         "groups": {str(groups): _grouped_calls(groups) for groups in (1, 256)},
-        "together": [_together(channels) for channels in track(SHARED, "built together", len(SHARED))],
         "eval": [_evaluated(*shape) for shape in track(EVALUATED, "eval", len(EVALUATED))],
     }
 
@@ -63,25 +60,6 @@ def _grouped_calls(groups: int) -> int:
     return aten_calls(weight_gradient(ts.OrthoConv2d(2 * groups, 2 * groups, 3, groups=groups)))
 
 
-class _Weights(nn.Module):
-    """Layers of the same shape, of which only the weights are wanted."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(ts.OrthoConv2d(channels, channels, 3, bias=False) for _ in range(SEVERAL))
-
-    def forward(self) -> list[Tensor]:
-        """All weights."""
-        return [layer.weight for layer in self.layers]
-
-
-def _together(channels: int) -> dict[str, Any]:
-    models = {"one by one": _Weights(channels), "together": ts.build_together(_Weights(channels))}
-    directions = [torch.randn(channels, channels, 3, 3) for _ in range(SEVERAL)]
-    calls = {name: lambda model=model: torch.autograd.backward(model(), directions) for name, model in models.items()}
-    return {"channels": channels, "seconds": interleaved(calls, 15 if channels > 128 else 40)}
-
-
 def _evaluated(channels: int, size: int) -> dict[str, Any]:
     layer = ts.OrthoConv2d(channels, channels, 3).eval()
     plain = ts.to_torch(layer)
@@ -106,18 +84,8 @@ def describe(data: dict[str, Any]) -> list[Part]:
     return [
         Table(columns, rows, "Kernel and its gradient"),
         f"Groups are one batch: {groups}.",
-        _together_table(data["together"]),
         _eval_table(data["eval"]),
     ]
-
-
-def _together_table(entries: list[dict[str, Any]]) -> Table:
-    rows = []
-    for entry in entries:
-        alone, together = (median(entry["seconds"][name]) for name in ("one by one", "together"))
-        rows.append([str(entry["channels"]), milliseconds(alone), milliseconds(together), times(alone / together)])
-    title = f"{SEVERAL} kernels of 3 x 3 and their gradients, one by one and by `ts.build_together`"
-    return Table(["channels", "one by one, ms", "together, ms", ""], rows, title)
 
 
 def _eval_table(entries: list[dict[str, Any]]) -> Table:

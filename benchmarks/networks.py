@@ -19,13 +19,11 @@ class Variant(NamedTuple):
         method: what it computes; variants of the same method are compared with each other.
         library: whose it is.
         make: see ``peers.Make``.
-        together: whether kernels of the same shape are built in one batch.
     """
 
     method: str
     library: str
     make: Make
-    together: bool = False
 
 
 def plain(channels: int, outputs: int, kernel_size: int, stride: int, groups: int) -> nn.Module:
@@ -64,7 +62,6 @@ REFERENCE = "Conv2d"
 VARIANTS: dict[str, Variant] = {
     REFERENCE: Variant("plain", "torch", plain),
     "AOC": Variant("AOC", "trysquare", ours("aoc")),
-    "AOC, built together": Variant("AOC, built together", "trysquare", ours("aoc"), together=True),
     "AOC parsimonious": Variant("AOC parsimonious", "trysquare", ours("aoc", parsimonious=True)),
     "BCOP, original style": Variant("BCOP", "trysquare", original_bcop),
     "SOC": Variant("SOC", "trysquare", ours("soc")),
@@ -115,6 +112,4 @@ def exchange(
 
 def build(network: str, size: int, variant: str) -> nn.Module:
     """One of ``NETWORKS`` for images of a size, with the convolutions of one of ``VARIANTS``."""
-    chosen = VARIANTS[variant]
-    model = exchange(NETWORKS[network](size), chosen.make)
-    return ts.build_together(model) if chosen.together else model
+    return exchange(NETWORKS[network](size), VARIANTS[variant].make)

@@ -95,7 +95,7 @@ from trysquare.layers import (
 from trysquare.lipschitz import lipschitz_bound, lipschitz_lower_bound
 from trysquare.losses import margin_for_radius
 from trysquare.optim import ProjUNN
-from trysquare.parametrizations import METHODS, build_together
+from trysquare.parametrizations import METHODS
 from trysquare.spectrum import extreme_singular_values, singular_values, spectral_norm_bound
 
 __version__ = "0.1.0"
@@ -192,7 +192,6 @@ __all__ = [
     "UnitNormLinear",
     "attacks",
     "audit",
-    "build_together",
     "certified_radius",
     "certify",
     "data",

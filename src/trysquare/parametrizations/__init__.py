@@ -21,7 +21,6 @@ from trysquare.parametrizations.orthonormal import OrthonormalMatrix
 from trysquare.parametrizations.rko import RKO
 from trysquare.parametrizations.sc_fac import SCFac
 from trysquare.parametrizations.soc import SOC
-from trysquare.parametrizations.together import build_together
 
 METHODS: dict[str, type[Parametrization]] = {
     "aoc": AOC,
@@ -88,7 +87,6 @@ __all__ = [
     "OrthonormalMatrix",
     "Parametrization",
     "SCFac",
-    "build_together",
     "find_method",
     "orthogonal_kernel",
 ]

@@ -8,8 +8,6 @@ missing tap reach the same kernels.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 from torch import Tensor
 
@@ -35,11 +33,6 @@ class AOC(Composed):
         """The frames, if there are any."""
         frames = self.geometry.frames_shape
         return () if frames is None else (frames,)
-
-    @property
-    def joint(self) -> tuple[Hashable, tuple[int, ...]]:
-        """Groups of all layers in one batch, as those of one layer are."""
-        return (self.geometry, self.orthogonalizer), (0, 1)[: len(self.free_shapes)]
 
     def composed(self, kernel: Tensor, *inner: Tensor) -> Tensor:
         """The matrix, grown by one projector for each missing tap."""

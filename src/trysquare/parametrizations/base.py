@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -60,7 +60,6 @@ class Parametrization(Caching, ABC):
         self._slots: dict[str, Any] = {}
         self._tended_as = 0
         self._initial: Sequence[Tensor] | None = None
-        self._ahead: tuple[list[tuple[Tensor, int]], Tensor] | None = None
 
     @classmethod
     def full_kernel_size(cls, kernel_size: Sizes, stride: Sizes, dilation: Sizes, **options: Any) -> Sizes:
@@ -110,36 +109,9 @@ class Parametrization(Caching, ABC):
     def forward(self, *free: Tensor) -> Tensor:
         """The weight in the layer's dtype, from the cache where that is right."""
         self._be_tended()
-        if self._ahead is not None and _as_they_were(free, self._ahead[0]):
-            return self._ahead[1]
-        if not self._may_keep(free):
-            return self.built(free)
-        return self.cache.kept(lambda: self.built(free), self._slots, self._slots)
-
-    def _may_keep(self, free: Sequence[Tensor]) -> bool:
-        return bool(self._slots) and self.may_cache(free, self._slots, self._slots)
-
-    @property
-    def keeps_weight(self) -> bool:
-        """Whether ``forward`` would take the weight from the cache, or put it there."""
-        return self._may_keep(self.free)
-
-    @property
-    def free(self) -> list[Tensor]:
-        """The free tensors of now; none before ``attach``."""
-        return list(self._slots.values())
-
-    @property
-    def joint(self) -> tuple[Hashable, tuple[int, ...]] | None:
-        """What has to agree for weights to be built in one batch, and the axes along which free tensors are joined.
-
-        ``build`` then makes all weights, joined along their first axis. ``None`` if it cannot.
-        """
-        return None
-
-    def hand_ahead(self, weight: Tensor | None) -> None:
-        """Make ``forward`` return this weight while the free tensors are as they are now; ``None`` ends that."""
-        self._ahead = None if weight is None else ([(tensor, tensor._version) for tensor in self.free], weight)
+        if not self._slots or not self.may_cache(free, self._slots, self._slots):
+            return self._built(free)
+        return self.cache.kept(lambda: self._built(free), self._slots, self._slots)
 
     def _be_tended(self) -> None:
         # A deep copy was never attached; its identity tells.
@@ -162,8 +134,7 @@ class Parametrization(Caching, ABC):
             for tensor, better in zip(free, self.reconditioned(*free), strict=True):
                 tensor.copy_(better)
 
-    def built(self, free: Sequence[Tensor]) -> Tensor:
-        """The weight in the layer's dtype, built in at least float32."""
+    def _built(self, free: Sequence[Tensor]) -> Tensor:
         with full_precision(free[0]):
             exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]
             return self.build(*exact).to(self.like.dtype)
@@ -228,11 +199,6 @@ class Parametrization(Caching, ABC):
     @abstractmethod
     def weight_shape(self) -> tuple[int, ...]:
         """Shape of the weight."""
-
-
-def _as_they_were(free: Sequence[Tensor], before: Sequence[tuple[Tensor, int]]) -> bool:
-    pairs = zip(free, before, strict=True)
-    return all(tensor is known and tensor._version == version for tensor, (known, version) in pairs)
 
 
 def random_orthonormal(*shape: int) -> Tensor:

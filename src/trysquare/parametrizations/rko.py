@@ -11,7 +11,6 @@ an orthogonal layer exists at all. Elsewhere it is 1-Lipschitz, for every number
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from math import prod
 from typing import Any, ClassVar
 
@@ -54,11 +53,6 @@ class RKO(Parametrization):
     def weight_shape(self) -> tuple[int, ...]:
         """Shape of the kernel."""
         return self.geometry.weight_shape
-
-    @property
-    def joint(self) -> tuple[Hashable, tuple[int, ...]]:
-        """Groups of all layers in one batch, as those of one layer are."""
-        return (self.geometry, self.orthogonalizer), (0,)
 
     def draw(self) -> list[Tensor]:
         """A uniformly distributed matrix."""
