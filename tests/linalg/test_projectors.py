@@ -1,7 +1,9 @@
 import pytest
 import torch
+from benchmarks.measure import saved_bytes
 
-from trysquare.linalg import compose, grow, orthonormal_rows
+import trysquare as ts
+from trysquare.linalg import compose, grow, orthonormal_rows, projectors
 from trysquare.linalg.projectors import peel
 
 
@@ -31,10 +33,23 @@ def test_grow_is_composition_with_two_tap_kernels(axes):
         torch.testing.assert_close(grown[group], expected)
 
 
-def test_gradients():
-    matrix = torch.randn(2, 1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
-    bases = frames(3, 2, 2, 4).requires_grad_()
-    assert torch.autograd.gradcheck(lambda m, f: grow(m, f, (0, 1, 0)), (matrix, bases))
+@pytest.mark.parametrize("many", [0, 256], ids=["no kernels kept", "kernels kept"])
+@pytest.mark.parametrize("axes", [(0,), (1, 1), (0, 1, 0), (0, 1, 0, 1, 0), (2, 0, 1, 0)])
+def test_gradients(axes, many, monkeypatch):
+    monkeypatch.setattr(projectors, "_MANY_CHANNELS", many)
+    dims = max(axes) + 1
+    matrix = torch.randn(2, *(1, 2, 1)[:dims], 3, 4, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(len(axes), 2, 2, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda m, f: grow(m, f, axes), (matrix, rows))
+
+
+def test_large_kernels_keep_less():
+    def kept(channels):
+        layer = ts.OrthoConv2d(channels, channels, 3)
+        return saved_bytes(lambda: layer.weight) / (4 * 9 * channels**2)
+
+    assert kept(128) == pytest.approx(23.5 / 9)
+    assert kept(256) == pytest.approx(11.5 / 9)
 
 
 def test_second_derivatives_are_refused_not_wrong():

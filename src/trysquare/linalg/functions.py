@@ -1,4 +1,8 @@
-"""What autograd functions share that return a result, and after it what backward keeps of the way there."""
+"""Autograd functions whose first output is the result, and whose other outputs are what backward needs to know.
+
+Torch lets a function of ``torch.func``'s kind save inputs and outputs only, so what forward found on its way must be an
+output.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +26,17 @@ def apply_function(function: Any, *args: Any) -> Any:
 
 
 def keep(ctx: Any, output: tuple[Tensor, ...], *others: Tensor) -> None:
-    """Save ``others`` and all outputs but the first, which alone has a gradient; no zeros are made for the rest."""
+    """Save ``others``, then all outputs but the first, which alone has a gradient; no zeros are made for the rest."""
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*others, *output[1:])
 
 
 def backward_of_first(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Call ``backward(ctx, grad)`` with the gradient of the first output, unless there is none.
+    """Call ``backward(ctx, grad)`` with the gradient of the first output, unless that is ``None``.
 
-    Torch comes without one from a function that returns ``None`` in the place of a gradient.
+    It is if the function that used the result returned ``None`` for its gradient. Must be the outermost decorator: the
+    arguments that it drops are gradients too.
     """
 
     @wraps(backward)
