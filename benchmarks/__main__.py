@@ -5,26 +5,28 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks import page, peers, results
 from benchmarks.commands import TITLES, command
+from benchmarks.options import count
 from benchmarks.report import to_text
 
 
 def parser() -> argparse.ArgumentParser:
     """One sub-command a module."""
-    top = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    top = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
+    options: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in (*TITLES, "page"):
         module = command(name)
         text = module.__doc__ or ""
-        formatter = argparse.RawDescriptionHelpFormatter
-        sub = commands.add_parser(name, help=text.splitlines()[0], description=text, formatter_class=formatter)
+        sub = commands.add_parser(name, help=text.splitlines()[0], description=text, **options)
         if name != "page":
             sub.add_argument("--quick", action="store_true", help="two minutes on two cores: few and small cases")
-            sub.add_argument("--threads", type=int, help="threads of torch; as many as it takes by itself")
+            sub.add_argument("--threads", type=count, help="threads of torch; as many as it takes by itself")
             sub.add_argument("--out", type=Path, help="file to write; benchmarks/results/[quick/]COMMAND.json")
         module.add_arguments(sub)
     return top
@@ -32,10 +34,19 @@ def parser() -> argparse.ArgumentParser:
 
 def main(line: list[str]) -> None:
     """Run a command."""
-    arguments = parser().parse_args(line)
+    parse = parser()
+    arguments = parse.parse_args(line)
     if arguments.command == "page":
-        page.run(arguments)
+        try:
+            page.run(arguments)
+        except (ValueError, ImportError, OSError) as error:
+            parse.error(str(error))
         return
+    path = arguments.out or results.default_path(arguments.command, arguments.quick)
+    try:
+        results.make_room(path)
+    except (ValueError, OSError) as error:
+        parse.error(str(error))
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     lost = peers.missing()
@@ -44,9 +55,8 @@ def main(line: list[str]) -> None:
     module = command(arguments.command)
     torch.manual_seed(0)
     data = module.measure(arguments)
-    print(to_text([*module.describe(data), *module.peer_wins(data)]))
-    path = arguments.out or results.default_path(arguments.command, arguments.quick)
     results.write(results.record(arguments.command, line, arguments.quick, lost, data), path)
+    print(to_text([*module.describe(data), *module.peer_wins(data)]))
     print(f"\nwritten to {path}")
 
 

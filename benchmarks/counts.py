@@ -25,6 +25,7 @@ TOLERANCE = {"flops": 0.01, "calls": 0.05, "saved": 0.01}
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     **{f"square, k{k}": lambda k=k: ts.OrthoConv2d(32, 32, k) for k in range(1, 6)},
+    "square, k3, 256 channels": lambda: ts.OrthoConv2d(256, 256, 3),
     "wider": lambda: ts.OrthoConv2d(16, 48, 3),
     "narrower": lambda: ts.OrthoConv2d(48, 16, 3),
     "stride 2, k3": lambda: ts.OrthoConv2d(16, 32, 3, stride=2),

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import trysquare as ts
+from benchmarks.options import count
 from benchmarks.report import Part, Table
 from trysquare.progress import track
 
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this command."""
     parser.add_argument("--data", help="folder of the data set; the digits of the package without it")
     parser.add_argument("--name", default="cifar10", help="data set in that folder")
-    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--batch", type=count, default=512)
     parser.add_argument("--workers", type=int, default=1)
 
 

@@ -20,6 +20,7 @@ import trysquare as ts
 from benchmarks import peers
 from benchmarks.measure import Samples, interleaved, saved_bytes
 from benchmarks.networks import exchange, fourier, ours, plain
+from benchmarks.options import amount, cifar10, count
 from benchmarks.peers import Make
 from benchmarks.report import (
     Part,
@@ -27,6 +28,7 @@ from benchmarks.report import (
     Table,
     accuracy_table,
     better_peers,
+    better_trained,
     failures,
     megabytes,
     milliseconds,
@@ -83,11 +85,11 @@ def methods() -> dict[str, Make]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this command."""
     for name, value in (("channels", 32), ("size", 16), ("batch", 8)):
-        parser.add_argument(f"--{name}", type=int, default=value, help="of the layers whose cost is measured")
-    parser.add_argument("--rounds", type=int, help="samples of each time; 7 (--quick: 3)")
-    parser.add_argument("--data", help="folder of CIFAR-10; the digits of the package without it")
-    parser.add_argument("--budget", type=float, help="seconds of training with each method; 600 (--quick: 3)")
-    parser.add_argument("--only", nargs="+", choices=methods(), metavar="NAME", help=", ".join(methods()))
+        parser.add_argument(f"--{name}", type=count, default=value, help="of the layers whose cost is measured")
+    parser.add_argument("--rounds", type=count, help="samples of each time; 7 (--quick: 3)")
+    parser.add_argument("--data", type=cifar10, help="folder of CIFAR-10; the digits of the package without it")
+    parser.add_argument("--budget", type=amount, help="seconds of training with each method; 600 (--quick: 3)")
+    parser.add_argument("--only", nargs="+", choices=methods(), metavar="NAME", help="; ".join(methods()))
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -222,10 +224,5 @@ def peer_wins(data: dict[str, Any]) -> list[str]:
             theirs = {n.removeprefix("orthogonium "): scale * numbers[n][kind] for n in PEERS if n in numbers}
             mine = {name: scale * numbers[name][kind] for name in theirs if name in numbers}
             found += better_peers(f"layer at stride {entry['stride']}, {what}", unit, mine, theirs)
-    rows = {name: row for name, row in data["accuracy"]["rows"].items() if "error" not in row}
-    for name in PEERS:
-        mine = rows.get(name.removeprefix("orthogonium "))
-        if name in rows and mine and rows[name]["certified"][0] > mine["certified"][0] + 0.005:
-            shares = f"{rows[name]['certified'][0]:.1%}, ours {mine['certified'][0]:.1%}"
-            found.append(f"certified accuracy at 36/255 after the same time: {name} {shares}.")
-    return found
+    pairs = {name: name.removeprefix("orthogonium ") for name in PEERS}
+    return found + better_trained("after the same time", data["accuracy"]["rows"], pairs)

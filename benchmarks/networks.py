@@ -66,7 +66,10 @@ VARIANTS: dict[str, Variant] = {
     "BCOP, original style": Variant("BCOP", "trysquare", original_bcop),
     "SOC": Variant("SOC", "trysquare", ours("soc")),
     "Cayley": Variant("Cayley", "trysquare", fourier("cayley")),
-    **{f"orthogonium {name}": Variant(name, "orthogonium", make) for name, make in peers.LAYERS.items()},
+    **{
+        f"orthogonium {name}": Variant(name.removeprefix("adaptive "), "orthogonium", make)
+        for name, make in peers.LAYERS.items()
+    },
 }
 # Not orthogonal, so not in the paper's table of costs.
 del VARIANTS["orthogonium AOL"]

@@ -20,7 +20,8 @@ import trysquare as ts
 from benchmarks import peers
 from benchmarks.measure import interleaved
 from benchmarks.networks import exchange, ours
-from benchmarks.report import Part, Plot, Table, better_peers, milliseconds
+from benchmarks.options import amount, cifar10, count
+from benchmarks.report import Part, Plot, Table, better_peers, better_trained, failures, milliseconds
 from benchmarks.training import Run, Task, as_json, certificate, train
 from trysquare.progress import track
 
@@ -33,10 +34,10 @@ NETWORK = "bcop-small"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this command."""
-    parser.add_argument("--data", help="folder of CIFAR-10; the digits of the package without it")
-    parser.add_argument("--steps", type=int, help="training steps with each; 500 (--quick: 10)")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds after which a training run stops early")
-    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--data", type=cifar10, help="folder of CIFAR-10; the digits of the package without it")
+    parser.add_argument("--steps", type=count, help="training steps with each; 500 (--quick: 10)")
+    parser.add_argument("--limit", type=amount, default=900.0, help="seconds after which a training run stops early")
+    parser.add_argument("--batch", type=count, default=128)
 
 
 def ways(shape: tuple[int, ...]) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -85,15 +86,17 @@ def _errors(way: Callable[[Tensor], Tensor]) -> list[float | None]:
             with torch.no_grad():
                 values = torch.linalg.svdvals(way(with_condition(condition)).double())
             found.append(float((values - 1).abs().max()))
-        except ArithmeticError:
+        except (ArithmeticError, torch.linalg.LinAlgError):
             found.append(None)
     return found
 
 
 def networks(task: Task) -> dict[str, nn.Module]:
-    """The same network with each way."""
-    made = {name: _network(task) for name in ways((1, SIZE, SIZE))}
-    for name, model in made.items():
+    """The same network with each way, from the same seed."""
+    made = {}
+    for name in ways((1, SIZE, SIZE)):
+        torch.manual_seed(0)
+        made[name] = model = ts.models.build(NETWORK, task.shape, 10, mean=0.5)
         if name == PEER:
             exchange(model, peers.aoc, peers.linear)
         else:
@@ -101,18 +104,17 @@ def networks(task: Task) -> dict[str, nn.Module]:
     return made
 
 
-def _network(task: Task) -> nn.Module:
-    return ts.models.build(NETWORK, task.shape, 10, mean=0.5)
-
-
 def _runs(task: Task, steps: int, limit: float) -> dict[str, Any]:
+    return {name: _run(name, model, task, steps, limit) for name, model in networks(task).items()}
+
+
+def _run(name: str, model: nn.Module, task: Task, steps: int, limit: float) -> dict[str, Any]:
     torch.manual_seed(0)
-    found = {}
-    for name, model in networks(task).items():
-        torch.manual_seed(0)
+    try:
         run = train(model, task, steps=steps, seconds=limit, label=f"training, {name}")
-        found[name] = {**as_json(run), **certificate(model, task)}
-    return found
+    except ArithmeticError as error:
+        return {"error": str(error)}
+    return {**as_json(run), **certificate(model, task)}
 
 
 def describe(data: dict[str, Any]) -> list[Part]:
@@ -142,6 +144,8 @@ def _precision(errors: dict[str, list[float | None]]) -> list[Part]:
 def _trainability(training: dict[str, Any]) -> list[Part]:
     rows, series = [], {}
     for name, entry in training["runs"].items():
+        if "error" in entry:
+            continue
         run = Run(entry["seconds"], entry["losses"])
         steps = [b - a for a, b in zip([0.0, *run.seconds], run.seconds, strict=False)]
         last = run.losses[-20:]
@@ -151,7 +155,8 @@ def _trainability(training: dict[str, Any]) -> list[Part]:
         series[name] = run.smoothed(max(1, len(run.losses) // 50))
     title = f"{NETWORK} on {training['data']}, up to {training['steps']} steps of {training['batch']} images"
     columns = ["orthogonalizer", "steps", "step ms", "seconds", "last loss", "test accuracy", "certified at 36/255"]
-    return [Table(columns, rows, title), Plot("orthogonalizers-training", title, series, "step", "loss")]
+    plot = Plot("orthogonalizers-training", title, series, "step", "loss")
+    return [Table(columns, rows, title), *failures(training["runs"]), plot]
 
 
 def peer_wins(data: dict[str, Any]) -> list[str]:
@@ -168,8 +173,5 @@ def peer_wins(data: dict[str, Any]) -> list[str]:
     for condition, mine, theirs in zip(CONDITIONS, errors["cholesky"], errors.get(PEER, []), strict=False):
         if theirs is not None and (mine is None or mine > 2 * theirs):
             found.append(f"precision at condition number {condition:.0e}: {PEER} {theirs:.0e}, cholesky {mine}.")
-    runs = data["training"]["runs"]
-    if PEER in runs and runs[PEER]["accuracy"] > runs["cholesky"]["accuracy"] + 0.005:
-        theirs, mine = (f"{runs[name]['accuracy']:.1%}" for name in (PEER, "cholesky"))
-        found.append(f"accuracy after {data['training']['steps']} steps: {PEER} {theirs}, cholesky {mine}.")
-    return found
+    when = f"after {data['training']['steps']} steps"
+    return found + better_trained(when, data["training"]["runs"], {PEER: "cholesky"})

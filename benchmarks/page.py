@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks import results
 from benchmarks.commands import TITLES, command
 from benchmarks.report import Part, Plot, Table
+from trysquare.files import write_whole
 
 PAGE = results.ROOT / "docs" / "benchmarks.md"
 
@@ -20,11 +21,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the page, and the figures if matplotlib is installed."""
+    """Draw the figures, then write the page.
+
+    Raises:
+        ValueError: if there are no results, or one of them is damaged.
+        ImportError: without matplotlib.
+    """
     found = results.read(arguments.results)
-    arguments.page.write_text(render(found))
+    if not found:
+        raise ValueError(f"there are no results in {arguments.results}")
+    text = render(found)
     for plot in plots(found):
         plot.save(arguments.page.parent / "figures")
+    write_whole(arguments.page, text)
     print(f"written to {arguments.page}")
 
 
@@ -43,8 +52,8 @@ def render(found: dict[str, dict[str, Any]]) -> str:
         "# Benchmarks",
         "",
         "This page is made by `python -m benchmarks page` from the JSON files in `benchmarks/results/`, which hold "
-        "every sample. Do not edit it. Ratios are within one run, in which all contestants take turns; times depend on "
-        "the machine.",
+        "every sample. Do not edit it. Ratios are within one run; times depend on the machine. Contestants take turns "
+        "within a table, but not in trainings by method or by orthogonalizer, which come one after the other.",
         "",
         "## Where a peer is better",
         "",
@@ -61,7 +70,7 @@ def _wins(found: dict[str, dict[str, Any]]) -> list[str]:
     if lines:
         return lines
     with_peer = [name for name, result in found.items() if not result["missing"]]
-    return [f"In none of the measurements below ({', '.join(with_peer) or 'no peer was installed'})."]
+    return [f"In none of the measurements below ({', '.join(with_peer) or 'no peer took part'})."]
 
 
 def _section(name: str, result: dict[str, Any] | None) -> list[str]:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 import trysquare as ts
 from benchmarks import peers
 from benchmarks.networks import exchange
-from benchmarks.report import Part, Plot, accuracy_table, failures
+from benchmarks.options import amount, cifar10
+from benchmarks.report import Part, Plot, accuracy_table, better_trained, failures
 from benchmarks.training import EPSILONS, Task, certificate
 from trysquare.progress import track
 from trysquare.training import build
@@ -38,8 +39,8 @@ TURN = 60.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this command."""
-    parser.add_argument("--data", help="folder of CIFAR-10; the recipe for the digits of the package without it")
-    parser.add_argument("--budget", type=float, help="seconds of training with each library; 1800 (--quick: 15)")
+    parser.add_argument("--data", type=cifar10, help="folder of CIFAR-10; without it the recipe for digits")
+    parser.add_argument("--budget", type=amount, help="seconds of training with each library; 1800 (--quick: 15)")
     parser.add_argument("--only", choices=LIBRARIES, help="one library, where `trysquare train` has run the other")
 
 
@@ -127,13 +128,6 @@ def describe(data: dict[str, Any]) -> list[Part]:
 
 def peer_wins(data: dict[str, Any]) -> list[str]:
     """Where the network with orthogonium's layers ends up better."""
-    ends = [row["results"][-1] for row in data["rows"].values() if "error" not in row]
-    if len(ends) < len(LIBRARIES):
-        return []
-    mine, theirs = ({"accuracy": e["accuracy"], "certified at 36/255": e["certified"][0]} for e in ends)
+    ends = {library: row if "error" in row else row["results"][-1] for library, row in data["rows"].items()}
     when = f"after the same time by the recipe {data['recipe']}"
-    return [
-        f"{what} {when}: orthogonium {theirs[what]:.1%}, ours {mine[what]:.1%}."
-        for what in mine
-        if theirs[what] > mine[what] + 0.005
-    ]
+    return better_trained(when, ends, {"orthogonium": "trysquare"})

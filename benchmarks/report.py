@@ -11,6 +11,8 @@ Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 # Less than this is within what two runs of the same program differ by.
 NOISE = 1.02
+# Columns of trained networks: accuracy, then certified accuracy at radii.
+_SHARES = ("accuracy", *(f"at {numerator}/255" for numerator in (36, 72, 108, 255)))
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,11 @@ class Plot:
         Raises:
             ImportError: without matplotlib.
         """
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
+        try:
+            from matplotlib import rc_context
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("a figure needs matplotlib: pip install 'trysquare[plot]'") from error
 
         figure = Figure(figsize=self.size, layout="constrained")
         axes = figure.subplots()
@@ -137,6 +142,25 @@ def better_peers(what: str, unit: str, ours: Mapping[str, float], theirs: Mappin
     ]
 
 
+def better_trained(when: str, rows: Mapping[str, Any], pairs: Mapping[str, str]) -> list[str]:
+    """A sentence for each share of the test images by which a peer's network is ahead, by more than half a percent.
+
+    Args:
+        when: end of training.
+        rows: accuracy and certified accuracies by name, or an error.
+        pairs: the peer's name to ours.
+    """
+    found = []
+    for peer, ours in pairs.items():
+        if peer not in rows or ours not in rows or "error" in rows[peer] or "error" in rows[ours]:
+            continue
+        theirs, mine = ([row["accuracy"], *row["certified"]] for row in (rows[peer], rows[ours]))
+        for what, better, worse in zip(_SHARES, theirs, mine, strict=True):
+            if better > worse + 0.005:
+                found.append(f"{what} {when}: {peer} {better:.1%}, {ours} {worse:.1%}.")
+    return found
+
+
 def failures(rows: Mapping[str, Any]) -> list[str]:
     """A sentence for each row that is an error in place of numbers."""
     return [f"{name} is not in the table: {row['error']}." for name, row in rows.items() if "error" in row]
@@ -144,7 +168,7 @@ def failures(rows: Mapping[str, Any]) -> list[str]:
 
 def accuracy_table(kind: str, title: str, rows: Mapping[str, Any]) -> Table:
     """Trained networks and their certificates, but for those that failed."""
-    columns = [kind, "parameters", "steps", "accuracy", *(f"at {e}/255" for e in (36, 72, 108, 255)), "Lipschitz"]
+    columns = [kind, "parameters", "steps", *_SHARES, "Lipschitz"]
     cells = [
         [
             name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 
 import trysquare as ts
-from trysquare.files import write_whole
+from benchmarks.commands import TITLES
+from trysquare.files import check_writable, write_whole
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks" / "results"
@@ -55,7 +57,7 @@ def record(command: str, line: list[str], quick: bool, missing: list[str], data:
     """Everything that belongs to a result."""
     return {
         "command": command,
-        "line": "python -m benchmarks " + " ".join(_anywhere(line)),
+        "line": "python -m benchmarks " + shlex.join(_anywhere(line)),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "quick": quick,
         "threads": torch.get_num_threads(),
@@ -69,7 +71,12 @@ def record(command: str, line: list[str], quick: bool, missing: list[str], data:
 def _anywhere(line: list[str]) -> list[str]:
     """The arguments as one would type them on another machine: without the places of files on this one."""
     places = {"--data": "DIR", "--out": "FILE"}
-    return [places.get(before, argument) for before, argument in zip(["", *line], line, strict=False)]
+    split = [part for argument in line for part in _name_and_value(argument)]
+    return [places.get(before, argument) for before, argument in zip(["", *split], split, strict=False)]
+
+
+def _name_and_value(argument: str) -> list[str]:
+    return argument.split("=", 1) if argument.startswith("--") else [argument]
 
 
 def default_path(command: str, quick: bool) -> Path:
@@ -79,11 +86,38 @@ def default_path(command: str, quick: bool) -> Path:
 
 def write(content: Any, path: Path) -> None:
     """Write JSON so that the file is the old one or the new one, never half of it."""
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    make_room(path)
+    write_whole(path, text)
+
+
+def make_room(path: Path) -> None:
+    """Make the folder of a file, and see that the file can be written.
+
+    Raises:
+        ValueError: if it cannot; ``OSError`` if that is because of the folder.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    check_writable(path)
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """All results in a folder, by command."""
-    found = (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))
+    """All results in a folder, by command.
+
+    Raises:
+        ValueError: if there is no such folder, or a file in it is not a result; it names the file.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}")
+    found = (_result(path) for path in sorted(folder.glob("*.json")))
     return {result["command"]: result for result in found}
+
+
+def _result(path: Path) -> dict[str, Any]:
+    try:
+        result = json.loads(path.read_text())
+        if result["command"] in TITLES and "data" in result:
+            return result  # type: ignore[no-any-return]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is not a result: {error}") from error
+    raise ValueError(f"{path} is not a result of {', '.join(TITLES)}")

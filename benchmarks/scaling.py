@@ -17,6 +17,7 @@ import trysquare as ts
 from benchmarks import peers
 from benchmarks.measure import fit_power, interleaved, weight_gradient
 from benchmarks.networks import REFERENCE, build
+from benchmarks.options import count
 from benchmarks.report import Part, Plot, Table, better_peers, milliseconds
 from benchmarks.steps import images, train_step
 from trysquare.progress import track
@@ -43,7 +44,7 @@ TRAINED = ("AOC", "orthogonium AOC")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this command."""
-    parser.add_argument("--rounds", type=int, help="samples of each time; 9 (--quick: 2)")
+    parser.add_argument("--rounds", type=count, help="samples of each time; 9 (--quick: 2)")
 
 
 def layers(kind: str, value: int) -> dict[str, list[nn.Module]]:
@@ -76,7 +77,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Samples of building kernels, and of training steps."""
     values, steps = (QUICK, QUICK_STEPS) if arguments.quick else (FULL, STEPS)
     rounds = arguments.rounds or (2 if arguments.quick else 9)
-    kernels = {kind: [_kernel(kind, value, rounds) for value in track(values[kind], kind, 9)] for kind in KINDS}
+    kernels = {}
+    for kind in KINDS:
+        varied = values[kind]
+        kernels[kind] = [_kernel(kind, value, rounds) for value in track(varied, kind, len(varied))]
     overhead = {}
     for kind, (varied, fixed) in steps.items():
         shapes = [(value, fixed) if kind == "batch" else (fixed, value) for value in varied]

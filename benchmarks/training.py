@@ -83,13 +83,19 @@ def train(
         steps: how many at most.
         seconds: how long at most; data and optimizer are part of it.
         label: of the progress bar.
+
+    Raises:
+        ArithmeticError: if a loss is not finite.
     """
     step = _stepper(model, task)
     run, start = Run(), time.perf_counter()
     ticks = steps if steps is not None else max(1, math.ceil(seconds))
     for tick in track(range(ticks), label, ticks):
         while (share := _share(run, steps, seconds)) < (tick + 1) / ticks:
-            run.losses.append(step(LEARNING_RATE * (1 + math.cos(math.pi * share)) / 2))
+            loss = step(LEARNING_RATE * (1 + math.cos(math.pi * share)) / 2)
+            if not math.isfinite(loss):
+                raise ArithmeticError(f"the loss of step {len(run.losses) + 1} is {loss}")
+            run.losses.append(loss)
             run.seconds.append(time.perf_counter() - start)
     return run
 

@@ -8,7 +8,8 @@ def _memory(peak):
 
 
 def _row(train, evaluation, peak):
-    memory = {"memory_train": _memory(peak), "memory_eval": _memory(peak)}
+    samples = [_memory(size) for size in (peak, peak - 20, peak + 50)]  # the median counts
+    memory = {"memory_train": samples, "memory_eval": samples}
     return {"train": [train] * 3, "eval": [evaluation] * 3, **memory}
 
 

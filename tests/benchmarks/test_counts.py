@@ -22,3 +22,4 @@ def test_growth_is_seen():
     limit = {"flops": 1000, "calls": 100, "saved": 1000}
     assert not excess({"flops": 1010, "calls": 105, "saved": 1}, limit)
     assert excess({"flops": 1011, "calls": 106, "saved": 1000}, limit).keys() == {"flops", "calls"}
+    assert excess({"flops": 1, "calls": 1, "saved": 1011}, limit).keys() == {"saved"}

@@ -12,6 +12,10 @@ def test_a_result_says_where_it_comes_from():
     somewhere = ["recipe", "--data", "/home/me/images", "--out", "x.json", "--budget", "3"]
     line = results.record("recipe", somewhere, False, [], {})["line"]
     assert line == "python -m benchmarks recipe --data DIR --out FILE --budget 3"
+    line = results.record(
+        "overhead", ["overhead", "--data=/home/me", "--variants", "AOC", "orthogonium AOC"], False, [], {}
+    )["line"]
+    assert line == "python -m benchmarks overhead --data DIR --variants AOC 'orthogonium AOC'"
     assert record["machine"].keys() == {"cpu", "cores", "memory_gb", "system"}
     assert record["versions"]["torch"]
     assert record["threads"] >= 1

@@ -4,6 +4,7 @@ from benchmarks.orthogonalizers import CONDITIONS, _errors, with_condition
 from benchmarks.training import Run, Task, certificate, train
 
 import trysquare as ts
+from benchmarks import training
 
 TASK = Task(None, batch=64, test_images=40)
 
@@ -28,6 +29,12 @@ def test_training_ends_with_its_time():
     run = train(model(), TASK, seconds=0.2)
     assert run.seconds[-1] >= 0.2
     assert all(seconds < 0.2 for seconds in run.seconds[:-1])
+
+
+def test_training_that_diverges_stops(monkeypatch):
+    monkeypatch.setattr(training, "_stepper", lambda model, task: lambda rate: float("nan"))
+    with pytest.raises(ArithmeticError, match="the loss of step 1 is nan"):
+        train(model(), TASK, steps=3)
 
 
 def test_means_of_losses():
