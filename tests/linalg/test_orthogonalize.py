@@ -3,6 +3,7 @@ import torch
 
 from trysquare.linalg import ORTHOGONALIZERS, cholesky, orthogonalizer, orthonormal_rows, qr
 from trysquare.linalg import orthonormal as orthonormal_module
+from trysquare.linalg.orthogonalize import exponential_of_all, exponential_of_few
 
 SHAPES = [(8, 8), (6, 17), (17, 6), (3, 1), (1, 1), (2, 5, 9)]
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 5e-14}
@@ -143,3 +144,16 @@ def test_bad_input():
         cholesky(torch.randn(3))
     with pytest.raises(ValueError, match="unknown orthogonalizer 'magic': known: cholesky"):
         orthogonalizer("magic")
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (2, 1, 5), (2, 4, 30)])
+@pytest.mark.parametrize("scale", [0.0, 1e-8, 0.3, 5.0])
+def test_exponential_of_few_rows_is_that_of_all(shape, scale):
+    torch.manual_seed(0)
+    matrix = (scale * torch.randn(*shape, dtype=torch.float64)).requires_grad_()
+    ways = (exponential_of_few, exponential_of_all)
+    few, all_rows = (way(matrix) for way in ways)
+    torch.testing.assert_close(few, all_rows, rtol=0, atol=1e-12)
+    direction = torch.randn_like(few)
+    (ours,), (theirs,) = (torch.autograd.grad(way(matrix), matrix, direction) for way in ways)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11 * max(1, scale))

@@ -188,9 +188,32 @@ def cayley(matrix: Tensor) -> Tensor:
 def exponential(matrix: Tensor) -> Tensor:
     """First rows of the exponential of the skew matrix whose first rows the free matrix gives."""
     n, m = matrix.shape[-2:]
-    square = torch.cat([matrix, matrix.new_zeros(*matrix.shape[:-2], m - n, m)], dim=-2)
-    basis = torch.linalg.matrix_exp(square - square.mT)[..., :n, :]
+    basis = exponential_of_few(matrix) if 2 * n < m else exponential_of_all(matrix)
     return _checked(polish(basis), "exponential", _ENTRIES)
+
+
+def exponential_of_all(matrix: Tensor) -> Tensor:
+    """The first ``n`` rows ``E exp(A)`` of the exponential of ``A = Eᵀ M - Mᵀ E``, for ``M`` of ``n`` rows."""
+    n, m = matrix.shape[-2:]
+    square = torch.cat([matrix, matrix.new_zeros(*matrix.shape[:-2], m - n, m)], dim=-2)
+    return torch.linalg.matrix_exp(square - square.mT)[..., :n, :]
+
+
+def exponential_of_few(matrix: Tensor) -> Tensor:
+    """The same by an exponential of size ``2 n``.
+
+    ``A = X Y`` for ``X = [Eᵀ, -Mᵀ]`` and ``Y = [M; E]``, so ``exp(A) = I + X f(Z) Y`` with ``Z = Y X`` and ``Z f(Z) =
+    exp(Z) - I``. The lower half of ``Z`` is ``E X``, so ``E exp(A) = E + (lower half of exp(Z) - I) Y``. The scale
+    makes both off-diagonal blocks of ``Z`` of the same size; the result does not depend on it.
+    """
+    n, m = matrix.shape[-2:]
+    first, gram = matrix[..., :n], torch.matmul(matrix, matrix.mT)
+    scale = torch.linalg.matrix_norm(gram.detach(), ord=float("inf"), keepdim=True).sqrt()
+    scale = torch.where(scale > 0, scale, 1.0)
+    eye = torch.eye(n, dtype=matrix.dtype, device=matrix.device).expand_as(first)
+    upper, lower = torch.cat([first, -gram / scale], -1), torch.cat([scale * eye, -first.mT], -1)
+    left, right = torch.linalg.matrix_exp(torch.cat([upper, lower], -2))[..., n:, :].split(n, -1)
+    return torch.matmul(left / scale, matrix) + torch.nn.functional.pad(right, (0, m - n))
 
 
 def _unchanged(basis: Tensor) -> Tensor:
