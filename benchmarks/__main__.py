@@ -14,6 +14,9 @@ from benchmarks.commands import TITLES, command
 from benchmarks.options import count
 from benchmarks.report import to_text
 
+# Options that leave something out.
+PARTS = ("networks", "variants", "only")
+
 
 def parser() -> argparse.ArgumentParser:
     """One sub-command a module."""
@@ -36,17 +39,31 @@ def main(line: list[str]) -> None:
     """Run a command."""
     parse = parser()
     arguments = parse.parse_args(line)
-    if arguments.command == "page":
-        try:
-            page.run(arguments)
-        except (ValueError, ImportError, OSError) as error:
-            parse.error(str(error))
-        return
-    path = arguments.out or results.default_path(arguments.command, arguments.quick)
     try:
-        results.make_room(path)
-    except (ValueError, OSError) as error:
+        path = page.run(arguments) if arguments.command == "page" else _place(arguments)
+    except (ValueError, ImportError, OSError) as error:
         parse.error(str(error))
+    if arguments.command != "page":
+        _measure(arguments, line, path)
+    print(f"\nwritten to {path}")
+
+
+def _place(arguments: argparse.Namespace) -> Path:
+    """Where the result goes, before it is there.
+
+    Raises:
+        ValueError: if nothing can be written there, or a part of a measurement would replace the whole.
+        OSError: if its folder cannot be made.
+    """
+    path: Path = arguments.out or results.default_path(arguments.command, arguments.quick)
+    part = next((name for name in PARTS if getattr(arguments, name, None)), None)
+    if part and not arguments.quick and not arguments.out and path.exists():
+        raise ValueError(f"a part of the measurement (--{part}) would replace the whole of it in {path}: give --out")
+    results.make_room(path)
+    return path
+
+
+def _measure(arguments: argparse.Namespace, line: list[str], path: Path) -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     lost = peers.missing()
@@ -57,7 +74,6 @@ def main(line: list[str]) -> None:
     data = module.measure(arguments)
     results.write(results.record(arguments.command, line, arguments.quick, lost, data), path)
     print(to_text([*module.describe(data), *module.peer_wins(data)]))
-    print(f"\nwritten to {path}")
 
 
 if __name__ == "__main__":

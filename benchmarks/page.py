@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page", type=Path, default=PAGE, help="file to write; figures go to figures/ next to it")
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Draw the figures, then write the page.
+def run(arguments: argparse.Namespace) -> Path:
+    """Draw the figures, then write the page; returns its path.
 
     Raises:
         ValueError: if there are no results, or one of them is damaged.
@@ -33,8 +33,9 @@ def run(arguments: argparse.Namespace) -> None:
     text = render(found)
     for plot in plots(found):
         plot.save(arguments.page.parent / "figures")
-    write_whole(arguments.page, text)
-    print(f"written to {arguments.page}")
+    path: Path = arguments.page
+    write_whole(path, text)
+    return path
 
 
 def plots(found: dict[str, dict[str, Any]]) -> list[Plot]:

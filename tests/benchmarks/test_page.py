@@ -159,6 +159,7 @@ def test_a_page_needs_results_and_matplotlib(tmp_path, capsys, monkeypatch):
         ["orthogonalizers", "--steps", "0"],
         ["counts", "--out", "/proc/nothing/x.json"],
         ["counts", "--out", "/"],
+        ["methods", "--only", "aoc"],
     ],
 )
 def test_what_no_run_can_do_is_refused_before_it_starts(line, monkeypatch):

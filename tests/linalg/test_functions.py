@@ -41,3 +41,23 @@ def test_no_gradient_comes_of_none(name):
     inputs, result = called(name)
     _Stop.apply(result).sum().backward()
     assert all(tensor.grad is None for tensor in inputs)
+
+
+@pytest.mark.parametrize("name", ["grow", "orthonormal rows", "polar"])
+def test_second_derivatives_are_refused_by_transforms_too(name):
+    function, *shapes = FUNCTIONS[name]
+    inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+    def cubed(first, scale=1.0):
+        return (scale * function(first, *inputs[1:])).pow(3).sum()
+
+    gradient = torch.func.grad(cubed)(inputs[0])
+    torch.testing.assert_close(torch.func.jacrev(cubed)(inputs[0]), gradient)
+    both = torch.func.vmap(torch.func.grad(cubed))(torch.stack([inputs[0]] * 2))
+    torch.testing.assert_close(both[1], gradient)
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.func.grad(lambda x: torch.func.grad(cubed)(x).sum())(inputs[0])
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.func.jacrev(torch.func.jacrev(cubed))(inputs[0])
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.func.grad(lambda scale: torch.func.grad(cubed)(inputs[0], scale).sum())(torch.tensor(1.0).double())

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable as once_differentiable_by_graph
 
 
 def apply_function(function: Any, *args: Any) -> Any:
@@ -20,9 +21,13 @@ def apply_function(function: Any, *args: Any) -> Any:
     Torch's own ``apply`` inspects the signature of ``forward`` at every call, to fill in defaults and for transforms of
     ``torch.func``: a tenth of the time that a small kernel takes to build. Without transforms its base class will do.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or _transforms_are_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)
+
+
+def _transforms_are_active() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def keep(ctx: Any, output: tuple[Tensor, ...], *others: Tensor) -> None:
@@ -44,3 +49,31 @@ def backward_of_first(backward: Callable[..., Any]) -> Callable[..., Any]:
         return (None,) * len(ctx.needs_input_grad) if grad is None else backward(ctx, grad)
 
     return of_first
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse derivatives of ``backward(ctx, grad)``, which knows its result but not how that depends on its inputs.
+
+    As torch's decorator of that name, but under transforms of ``torch.func`` too, where that one gives zeros.
+    """
+    without_graph = once_differentiable_by_graph(backward)
+
+    @wraps(backward)
+    def once(ctx: Any, grad: Tensor) -> Any:
+        if _transforms_are_active() and any(map(_is_differentiated_again, (grad, *ctx.saved_tensors))):
+            raise RuntimeError("second derivatives of orthogonal weights by torch.func are not available")
+        return without_graph(ctx, grad)
+
+    return once
+
+
+def _is_differentiated_again(tensor: Tensor) -> bool:
+    """Whether a transform outside of the one that takes this gradient waits for how ``tensor`` changes."""
+    wrappers = torch._C._functorch
+    if wrappers.is_gradtrackingtensor(tensor):  # by the transform that takes this gradient
+        tensor = wrappers.get_unwrapped(tensor)
+    while wrappers.is_functorch_wrapped_tensor(tensor):
+        if wrappers.is_gradtrackingtensor(tensor) and wrappers.maybe_get_level(tensor) > 0:
+            return True
+        tensor = wrappers.get_unwrapped(tensor)
+    return False

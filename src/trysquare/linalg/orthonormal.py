@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from trysquare.linalg.functions import apply_function, backward_of_first, keep
+from trysquare.linalg.functions import apply_function, backward_of_first, keep, once_differentiable
 from trysquare.linalg.precision import full_precision, host_can_look
 
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from trysquare.linalg.functions import apply_function, backward_of_first, keep
+from trysquare.linalg.functions import apply_function, backward_of_first, keep, once_differentiable
 from trysquare.linalg.orthonormal import factor_rows, rows_gradient
 from trysquare.linalg.precision import full_precision
 
