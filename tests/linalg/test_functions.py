@@ -55,9 +55,12 @@ def test_second_derivatives_are_refused_by_transforms_too(name):
     torch.testing.assert_close(torch.func.jacrev(cubed)(inputs[0]), gradient)
     both = torch.func.vmap(torch.func.grad(cubed))(torch.stack([inputs[0]] * 2))
     torch.testing.assert_close(both[1], gradient)
+    both = torch.func.grad(lambda x: torch.func.vmap(cubed)(x).sum())(torch.stack([inputs[0]] * 2))
+    torch.testing.assert_close(both[1], gradient)
     with pytest.raises(RuntimeError, match="second derivatives"):
         torch.func.grad(lambda x: torch.func.grad(cubed)(x).sum())(inputs[0])
     with pytest.raises(RuntimeError, match="second derivatives"):
         torch.func.jacrev(torch.func.jacrev(cubed))(inputs[0])
-    with pytest.raises(RuntimeError, match="second derivatives"):
-        torch.func.grad(lambda scale: torch.func.grad(cubed)(inputs[0], scale).sum())(torch.tensor(1.0).double())
+    for transform in (torch.func.grad, torch.func.jacrev):
+        with pytest.raises(RuntimeError, match="second derivatives"):
+            torch.func.grad(lambda s, t=transform: t(cubed)(inputs[0], s).sum())(torch.tensor(1.0).double())

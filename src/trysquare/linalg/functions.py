@@ -60,20 +60,20 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def once(ctx: Any, grad: Tensor) -> Any:
-        if _transforms_are_active() and any(map(_is_differentiated_again, (grad, *ctx.saved_tensors))):
+        if _transforms_are_active() and len(_differentiated_by(grad, *ctx.saved_tensors)) > 1:
             raise RuntimeError("second derivatives of orthogonal weights by torch.func are not available")
         return without_graph(ctx, grad)
 
     return once
 
 
-def _is_differentiated_again(tensor: Tensor) -> bool:
-    """Whether a transform outside of the one that takes this gradient waits for how ``tensor`` changes."""
+def _differentiated_by(*tensors: Tensor) -> set[int]:
+    """Levels of the transforms that differentiate any of the tensors; one number for all that have ended."""
     wrappers = torch._C._functorch
-    if wrappers.is_gradtrackingtensor(tensor):  # by the transform that takes this gradient
-        tensor = wrappers.get_unwrapped(tensor)
-    while wrappers.is_functorch_wrapped_tensor(tensor):
-        if wrappers.is_gradtrackingtensor(tensor) and wrappers.maybe_get_level(tensor) > 0:
-            return True
-        tensor = wrappers.get_unwrapped(tensor)
-    return False
+    levels = set()
+    for tensor in tensors:
+        while wrappers.is_functorch_wrapped_tensor(tensor):
+            if wrappers.is_gradtrackingtensor(tensor):
+                levels.add(wrappers.maybe_get_level(tensor))
+            tensor = wrappers.get_unwrapped(tensor)
+    return levels
