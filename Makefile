@@ -35,12 +35,12 @@ types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed-bench
-	set -e; for command in $(BENCHMARKS); do $(BIN)/python -m benchmarks $$command; done
-	set -e; for command in $(TRAINED); do $(BIN)/python -m benchmarks $$command $(if $(DATA),--data $(DATA)); done
+	set -e; for command in $(BENCHMARKS); do $(BIN)/python -m benchmarks $$command --resume; done
+	set -e; for command in $(TRAINED); do $(BIN)/python -m benchmarks $$command --resume $(if $(DATA),--data $(DATA)); done
 	$(BIN)/python -m benchmarks page
 
 bench-quick: $(VENV)/.installed-bench
-	set -e; for command in $(BENCHMARKS) $(TRAINED); do $(BIN)/python -m benchmarks $$command --quick; done
+	set -e; for command in $(BENCHMARKS) $(TRAINED); do $(BIN)/python -m benchmarks $$command --quick --resume; done
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import page, peers, results
-from benchmarks.commands import TITLES, command
+from benchmarks.commands import TITLES, command, peer_wins
 from benchmarks.options import count
+from benchmarks.parts import RESUME, Parts
 from benchmarks.report import to_text
 
 # Options that leave something out.
-PARTS = ("networks", "variants", "only")
+SELECTIONS = ("networks", "batches", "variants", "only")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
             sub.add_argument("--quick", action="store_true", help="two minutes on two cores: few and small cases")
             sub.add_argument("--threads", type=count, help="threads of torch; as many as it takes by itself")
             sub.add_argument("--out", type=Path, help="file to write; benchmarks/results/[quick/]COMMAND.json")
-        module.add_arguments(sub)
+            sub.add_argument(RESUME, action="store_true", help="go on with a run that was interrupted")
+        if hasattr(module, "add_arguments"):
+            module.add_arguments(sub)
     return top
 
 
@@ -39,13 +44,37 @@ def main(line: list[str]) -> None:
     """Run a command."""
     parse = parser()
     arguments = parse.parse_args(line)
+    if arguments.command == "page":
+        with _refusing(parse):
+            path = page.run(arguments)
+    else:
+        path = _benchmark(parse, arguments, line)
+    print(f"\nwritten to {path}")
+
+
+def _benchmark(parse: argparse.ArgumentParser, arguments: argparse.Namespace, line: list[str]) -> Path:
+    """Measure what is planned, write it, then print it; returns where it is."""
+    with _refusing(parse):
+        path = _place(arguments)
+        about = _about(arguments, line)
+        parts = Parts(path, about)
+        parts.read(arguments.resume)
+        torch.manual_seed(0)
+        plan = command(arguments.command).plan(arguments)
+    data = _measured(plan, parts)
+    results.write(results.record(about, parts.seconds, data), path)
+    parts.forget()
+    print(to_text([*command(arguments.command).describe(data), *peer_wins(arguments.command, data)]))
+    return path
+
+
+@contextmanager
+def _refusing(parse: argparse.ArgumentParser) -> Iterator[None]:
+    """Say what cannot be done in a line, not in a traceback."""
     try:
-        path = page.run(arguments) if arguments.command == "page" else _place(arguments)
+        yield
     except (ValueError, ImportError, OSError) as error:
         parse.error(str(error))
-    if arguments.command != "page":
-        _measure(arguments, line, path)
-    print(f"\nwritten to {path}")
 
 
 def _place(arguments: argparse.Namespace) -> Path:
@@ -56,24 +85,28 @@ def _place(arguments: argparse.Namespace) -> Path:
         OSError: if its folder cannot be made.
     """
     path: Path = arguments.out or results.default_path(arguments.command, arguments.quick)
-    part = next((name for name in PARTS if getattr(arguments, name, None)), None)
+    part = next((name for name in SELECTIONS if getattr(arguments, name, None)), None)
     if part and not arguments.quick and not arguments.out and path.exists():
         raise ValueError(f"a part of the measurement (--{part}) would replace the whole of it in {path}: give --out")
     results.make_room(path)
     return path
 
 
-def _measure(arguments: argparse.Namespace, line: list[str], path: Path) -> None:
+def _about(arguments: argparse.Namespace, line: list[str]) -> dict[str, Any]:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     lost = peers.missing()
     for sentence in lost:
         print(sentence, file=sys.stderr)
-    module = command(arguments.command)
-    torch.manual_seed(0)
-    data = module.measure(arguments)
-    results.write(results.record(arguments.command, line, arguments.quick, lost, data), path)
-    print(to_text([*module.describe(data), *module.peer_wins(data)]))
+    return results.about(arguments.command, line, arguments.quick, lost)
+
+
+def _measured(plan: Any, parts: Parts) -> Any:
+    try:
+        return parts.carry_out(plan)
+    except KeyboardInterrupt:
+        kept = f"; what is finished is in {parts.path}: go on with {RESUME}" if parts.finished else ""
+        sys.exit(f"interrupted{kept}")
 
 
 if __name__ == "__main__":

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from functools import reduce
+from functools import partial, reduce
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.measure import interleaved
+from benchmarks.measure import interleaved, ratio
 from benchmarks.report import Part, Table, milliseconds, times
 from trysquare.linalg import compose
 from trysquare.linalg.kernels import compose_by_convolution, compose_by_taps
-from trysquare.progress import track
 
 SHAPES = (
     (16, (3, 3), (3, 3)),
@@ -32,10 +31,6 @@ CHAINS = ((16, 4), (16, 8), (64, 4), (64, 8), (128, 4))
 WAYS = {"full convolution": compose_by_convolution, "products of taps": compose_by_taps}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this command: none of its own."""
-
-
 def tree(kernels: list[Tensor]) -> Tensor:
     """Compose neighbours in one batch until one kernel is left (an associative scan)."""
     while len(kernels) > 1:
@@ -45,12 +40,12 @@ def tree(kernels: list[Tensor]) -> Tensor:
     return kernels[0]
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def plan(arguments: argparse.Namespace) -> dict[str, Any]:
     """Samples of forward and backward of both comparisons."""
     shapes, chains = (SHAPES[:6], CHAINS[:3]) if arguments.quick else (SHAPES, CHAINS)
     return {
-        "kernels": [_pair(*shape) for shape in track(shapes, "two kernels", len(shapes))],
-        "chains": [_chain(*chain) for chain in track(chains, "chains", len(chains))],
+        "kernels": [partial(_pair, *shape) for shape in shapes],
+        "chains": [partial(_chain, *chain) for chain in chains],
     }
 
 
@@ -79,11 +74,7 @@ def _table(title: str, entries: list[dict[str, Any]]) -> Table:
     ways = list(entries[0]["seconds"])
     rows = []
     for entry in entries:
-        first, second = (median(entry["seconds"][way]) for way in ways)
-        rows.append([entry["name"], milliseconds(first), milliseconds(second), times(second / first)])
+        first, second = (entry["seconds"][way] for way in ways)
+        cells = (milliseconds(median(first)), milliseconds(median(second)), times(ratio(second, first)))
+        rows.append([entry["name"], *cells])
     return Table([title, *(f"{way} ms" for way in ways), "ratio"], rows)
-
-
-def peer_wins(data: dict[str, Any]) -> list[str]:
-    """No peer takes part."""
-    return []

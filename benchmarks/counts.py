@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 import trysquare as ts
 from benchmarks import results
-from benchmarks.measure import aten_calls, flops, saved_bytes, weight_gradient
+from benchmarks.measure import Call, aten_calls, flops, saved_bytes, weight_gradient
 from benchmarks.report import Part, Table
 from trysquare.progress import track
 
@@ -70,10 +71,14 @@ def excess(found: dict[str, int], limit: dict[str, int]) -> dict[str, str]:
     }
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def plan(arguments: argparse.Namespace) -> Call:
     """Counts of all layers; they become the limit if asked for."""
+    return partial(_counts, arguments.record)
+
+
+def _counts(record: bool) -> dict[str, Any]:
     found = {name: count(name) for name in track(LAYERS, "counting", len(LAYERS))}
-    if arguments.record:
+    if record:
         results.write(found, RECORDED)
     return found
 
@@ -82,8 +87,3 @@ def describe(data: dict[str, Any]) -> list[Part]:
     """One table."""
     rows = [[name, *(f"{number:,}" for number in row.values())] for name, row in data.items()]
     return [Table(["layer", "FLOPs", "aten calls", "saved bytes"], rows)]
-
-
-def peer_wins(data: dict[str, Any]) -> list[str]:
-    """No peer takes part."""
-    return []

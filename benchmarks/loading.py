@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from typing import Any
 
 import trysquare as ts
 from benchmarks.options import count
 from benchmarks.report import Part, Table
-from trysquare.progress import track
 
 AUGMENTS = {
     "none": {},
@@ -38,17 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=1)
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def plan(arguments: argparse.Namespace) -> dict[str, Any]:
     """Images a second of each augmentation in each of three epochs."""
     name = arguments.name if arguments.data else "digits"
     images = ts.data.load(name, arguments.data)
     settings = {"name": name, "batch": arguments.batch, "workers": arguments.workers}
     chosen = dict(list(AUGMENTS.items())[: 3 if arguments.quick else None])
-    rows = {}
-    for label, augment in track(chosen.items(), "loading", len(chosen)):
-        options: Any = {"augment": augment, "shuffle": True, "drop_last": True, "workers": arguments.workers}
-        rows[label] = rates(ts.data.Loader(images, arguments.batch, **options))
-    return {**settings, "rows": rows}
+    options: Any = {"shuffle": True, "drop_last": True, "workers": arguments.workers}
+    loaders = {name: ts.data.Loader(images, arguments.batch, augment, **options) for name, augment in chosen.items()}
+    return {**settings, "rows": {name: partial(rates, loader) for name, loader in loaders.items()}}
 
 
 def rates(loader: ts.data.Loader, epochs: int = 3) -> dict[str, list[float]]:
@@ -70,8 +68,3 @@ def describe(data: dict[str, Any]) -> list[Part]:
     rows = [[label, f"{max(r['clock']):.0f}", f"{max(r['processor']):.0f}"] for label, r in data["rows"].items()]
     title = f"{data['name']}, batches of {data['batch']}, {data['workers']} workers"
     return [Table(["augmentation", "images a second", "images a processor second"], rows, title)]
-
-
-def peer_wins(data: dict[str, Any]) -> list[str]:
-    """No peer takes part."""
-    return []

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from random import Random
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -30,22 +31,24 @@ _FEW = 3
 def interleaved(calls: dict[str, Call], rounds: int, *, patience: float = math.inf, label: str = "") -> Samples:
     """Seconds of each call, taken in turns so that all see the same state of the machine.
 
+    The order within a turn is another each time: a call leaves its successor the caches as it used them.
+
     Args:
-        calls: what to time; each runs once before, unless that takes half the patience.
+        calls: what to time; each runs once before, which does not count.
         rounds: samples of each.
-        patience: a call that has taken more seconds than this is sampled three times only.
+        patience: a call that has taken more seconds than this is sampled in the first three rounds only.
         label: of the progress bar.
     """
     times: Samples = {name: [] for name in calls}
-    for name, call in calls.items():
-        first = _seconds(call)
-        if 2 * first > patience:
-            times[name].append(first)
-    for _ in track(range(rounds), label or "timing", rounds):
-        for name, call in calls.items():
+    order, shuffle = list(calls), Random(0).shuffle
+    for number in track(range(rounds + 1), label or "timing", rounds + 1):
+        for name in order:
             taken = times[name]
-            if len(taken) < rounds and (len(taken) < _FEW or sum(taken) < patience):
-                taken.append(_seconds(call))
+            if len(taken) < _FEW or sum(taken) < patience:
+                seconds = _seconds(calls[name])
+                if number:
+                    taken.append(seconds)
+        shuffle(order)
     return times
 
 
@@ -55,9 +58,14 @@ def _seconds(call: Call) -> float:
     return time.perf_counter() - start
 
 
-def medians(samples: Samples) -> dict[str, float]:
-    """Median of each list."""
-    return {name: median(seconds) for name, seconds in samples.items()}
+def ratios(samples: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """Of samples that were taken in the same turn, so that a machine that is slower for a while is so for both."""
+    return [sample / other for sample, other in zip(samples, reference, strict=False)]
+
+
+def ratio(samples: Sequence[float], reference: Sequence[float]) -> float:
+    """Median of ``ratios``."""
+    return median(ratios(samples, reference))
 
 
 def flops(call: Call) -> int:

@@ -34,7 +34,8 @@ def measure(network: str, size: int, batch: int, variant: str, mode: str) -> dic
 
 if __name__ == "__main__":
     network, size, batch, variant, mode, threads, gigabytes = sys.argv[1:]
-    torch.set_num_threads(int(threads))
+    if int(threads) != torch.get_num_threads():  # setting it has side effects: see linalg.inverse
+        torch.set_num_threads(int(threads))
     limit_memory(float(gigabytes))
     try:
         print(json.dumps(measure(network, int(size), int(batch), variant, mode)))

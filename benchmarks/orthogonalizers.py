@@ -1,8 +1,9 @@
 """The paper's figure on ways to an orthonormal matrix: time, precision and how well a network trains with each.
 
-Precision is the largest ``|σ - 1|`` of a 128 x 128 result in float32, for free matrices of growing condition number; a
-way that refuses instead of returning something else is said to. Trainability: the network of Li et al. for a fixed
-number of steps, on CIFAR-10 (``--data``) or the digits of the package.
+Times are those of matrices near an orthonormal one, as in training, where an adaptive iteration ends early. Precision
+is the largest ``|σ - 1|`` of a 128 x 128 result in float32, for free matrices of growing condition number; a way that
+refuses instead of returning something else is said to. Trainability: the network of Li et al. for a fixed number of
+steps, on CIFAR-10 (``--data``) or the digits of the package; in orthogonium's row all layers are its own.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from benchmarks.networks import exchange, ours
 from benchmarks.options import amount, cifar10, count
 from benchmarks.report import Part, Plot, Table, better_peers, better_trained, failures, milliseconds
 from benchmarks.training import Run, Task, as_json, certificate, train
-from trysquare.progress import track
 
 PEER = "orthogonium Björck-Bowie"
 SHAPES = ((1, 64, 64), (1, 128, 512), (4, 128, 256), (1, 512, 512))
 CONDITIONS = tuple(10.0**power for power in range(9))
 SIZE = 128
 NETWORK = "bcop-small"
+# Power iteration goes on from call to call, as in training.
+_WARM = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,19 +48,19 @@ def ways(shape: tuple[int, ...]) -> dict[str, Callable[[Tensor], Tensor]]:
     return {**found, PEER: peers.BjorckBowie(shape)} if peers.installed() else found
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def plan(arguments: argparse.Namespace) -> dict[str, Any]:
     """Samples of times, errors, and training runs."""
     shapes = SHAPES[:3] if arguments.quick else SHAPES
     steps = arguments.steps or (10 if arguments.quick else 500)
     task = Task(arguments.data, arguments.batch, test_images=500 if arguments.quick else None)
     return {
-        "times": [_times(shape) for shape in track(shapes, "times", len(shapes))],
-        "errors": {name: _errors(way) for name, way in ways((1, SIZE, SIZE)).items()},
+        "times": [partial(_times, shape) for shape in shapes],
+        "errors": {name: partial(_errors, way) for name, way in ways((1, SIZE, SIZE)).items()},
         "training": {
             "data": task.name,
             "steps": steps,
             "batch": task.batch,
-            "runs": _runs(task, steps, arguments.limit),
+            "runs": {name: partial(_run, name, task, steps, arguments.limit) for name in ways((1, SIZE, SIZE))},
         },
     }
 
@@ -67,7 +69,7 @@ def _times(shape: tuple[int, ...]) -> dict[str, Any]:
     start = nn.init.orthogonal_(torch.empty(shape[-2:])).expand(shape) + 0.01 * torch.randn(shape)
     matrix, direction = start.requires_grad_(), torch.randn(shape)
     calls = {name: lambda way=way: way(matrix).backward(direction, inputs=matrix) for name, way in ways(shape).items()}
-    return {"shape": list(shape), "seconds": interleaved(calls, 15)}
+    return {"shape": list(shape), "seconds": interleaved(calls, 15, label=f"times of {shape}")}
 
 
 def with_condition(condition: float, size: int = SIZE) -> Tensor:
@@ -78,37 +80,34 @@ def with_condition(condition: float, size: int = SIZE) -> Tensor:
     return ((left * values) @ right).float().unsqueeze(0)
 
 
-def _errors(way: Callable[[Tensor], Tensor]) -> list[float | None]:
-    """Largest ``|σ - 1|`` at each condition number; ``None`` where the way refuses."""
-    found: list[float | None] = []
-    for condition in CONDITIONS:
-        try:
-            with torch.no_grad():
-                values = torch.linalg.svdvals(way(with_condition(condition)).double())
-            found.append(float((values - 1).abs().max()))
-        except (ArithmeticError, torch.linalg.LinAlgError):
-            found.append(None)
-    return found
+def _errors(way: Callable[[Tensor], Tensor]) -> list[float | str]:
+    """Largest ``|σ - 1|`` at each condition number, or what happens instead."""
+    return [_error(way, with_condition(condition)) for condition in CONDITIONS]
 
 
-def networks(task: Task) -> dict[str, nn.Module]:
-    """The same network with each way, from the same seed."""
-    made = {}
-    for name in ways((1, SIZE, SIZE)):
-        torch.manual_seed(0)
-        made[name] = model = ts.models.build(NETWORK, task.shape, 10, mean=0.5)
-        if name == PEER:
-            exchange(model, peers.aoc, peers.linear)
-        else:
-            exchange(model, ours("aoc", orthogonalizer=name), partial(ts.OrthoLinear, orthogonalizer=name))
-    return made
+@torch.no_grad()
+def _error(way: Callable[[Tensor], Tensor], matrix: Tensor) -> float | str:
+    try:
+        for _ in range(_WARM):
+            result = way(matrix).double()
+    except (ArithmeticError, torch.linalg.LinAlgError):
+        return "refuses"
+    if not result.isfinite().all():
+        return "not finite"
+    return float((torch.linalg.svdvals(result) - 1).abs().max())
 
 
-def _runs(task: Task, steps: int, limit: float) -> dict[str, Any]:
-    return {name: _run(name, model, task, steps, limit) for name, model in networks(task).items()}
+def network(name: str, shape: tuple[int, int, int]) -> nn.Module:
+    """The same network with one way or another, from the same seed."""
+    torch.manual_seed(0)
+    model = ts.models.build(NETWORK, shape, 10, mean=0.5)
+    if name == PEER:
+        return exchange(model, peers.aoc, peers.linear)
+    return exchange(model, ours("aoc", orthogonalizer=name), partial(ts.OrthoLinear, orthogonalizer=name))
 
 
-def _run(name: str, model: nn.Module, task: Task, steps: int, limit: float) -> dict[str, Any]:
+def _run(name: str, task: Task, steps: int, limit: float) -> dict[str, Any]:
+    model = network(name, task.shape)
     torch.manual_seed(0)
     try:
         run = train(model, task, steps=steps, seconds=limit, label=f"training, {name}")
@@ -129,16 +128,20 @@ def _time_table(entries: list[dict[str, Any]]) -> Table:
     return Table(["forward and backward, ms", *shapes], rows, "Time")
 
 
-def _precision(errors: dict[str, list[float | None]]) -> list[Part]:
-    shown = [[name, *("refuses" if e is None else f"{e:.0e}" for e in row)] for name, row in errors.items()]
+def _precision(errors: dict[str, list[float | str]]) -> list[Part]:
+    shown = [[name, *map(_shown, row)] for name, row in errors.items()]
     heads = [f"{condition:.0e}" for condition in CONDITIONS]
     series = {}
     for name, row in errors.items():
-        points = [(c, e) for c, e in zip(CONDITIONS, row, strict=True) if e is not None]
+        points = [(c, e) for c, e in zip(CONDITIONS, row, strict=True) if not isinstance(e, str)]
         series[name] = ([c for c, _ in points], [max(e, 1e-9) for _, e in points])
     title = "Largest |σ - 1| against the condition number"
     plot = Plot("orthogonalizers-precision", title, series, "condition number", "largest |σ - 1|", log="xy")
     return [Table(["condition number", *heads], shown, title), plot]
+
+
+def _shown(error: float | str) -> str:
+    return error if isinstance(error, str) else f"{error:.0e}"
 
 
 def _trainability(training: dict[str, Any]) -> list[Part]:
@@ -171,7 +174,8 @@ def peer_wins(data: dict[str, Any]) -> list[str]:
                 found += better_peers(f"{name}, matrix {shape}", "ms", mine, theirs)
     errors = data["errors"]
     for condition, mine, theirs in zip(CONDITIONS, errors["cholesky"], errors.get(PEER, []), strict=False):
-        if theirs is not None and (mine is None or mine > 2 * theirs):
-            found.append(f"precision at condition number {condition:.0e}: {PEER} {theirs:.0e}, cholesky {mine}.")
-    when = f"after {data['training']['steps']} steps"
+        if not isinstance(theirs, str) and (isinstance(mine, str) or mine > 2 * theirs):
+            what = f"precision at condition number {condition:.0e}"
+            found.append(f"{what}: {PEER} {_shown(theirs)}, cholesky {_shown(mine)}.")
+    when = f"after up to {data['training']['steps']} steps"
     return found + better_trained(when, data["training"]["runs"], {PEER: "cholesky"})

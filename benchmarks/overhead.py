@@ -4,33 +4,32 @@ ResNet-34 as in the paper (transition blocks are one strided convolution, the re
 for 32 x 32 images, and the paper's network of depthwise blocks; in each only the convolution class is exchanged. Around
 the convolutions all have layers that orthogonal networks have: MaxMin, residuals with factors, no batch normalisation.
 
-Layers of orthogonium build their kernels in each evaluation; exported to ``nn.Conv2d``, as it advises, they would cost
-what that costs. Its copies of the originals are as these are: strides emulated by more channels (Cayley's kernels are
-1 x 1 then), SOC with zeros around the map and 5 terms in training, BCOP with 12 steps of Björck. "BCOP, original style"
-iterates until it has converged.
+orthogonium's AOC and adaptive SOC build their kernels in each evaluation; exported to ``nn.Conv2d``, as it advises,
+they would cost what that costs. Its copies of the originals are as these are: strides emulated by more channels
+(Cayley's kernels are 1 x 1 then), SOC with zeros around the map and 5 terms in training, BCOP with 12 steps of Björck.
+"BCOP, original style" emulates strides too, and iterates until it has converged.
 
-Times are medians, all variants in turns. Memory is the peak of a fresh process for each variant in three steps,
-interpreter included; "saved" is what autograd keeps for backward. Steps are those of SGD without momentum, which has no
-state of its own: an optimizer with state keeps it for the free tensors, of which AOC has 2.7 times fewer than ResNet-34
-has weights.
+Times are medians, all variants in turns; a ratio is the median of those within each turn, so not quite that of the
+medians. Memory is the peak of a fresh process for each variant in three steps, interpreter included; "saved" is what
+autograd keeps for backward. Steps are those of SGD without momentum, which has no state of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import sys
 from collections.abc import Iterator
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import peers
-from benchmarks.measure import ChildError, in_child, interleaved
+from benchmarks.measure import ChildError, Samples, in_child, interleaved, ratio, ratios
 from benchmarks.networks import NETWORKS, REFERENCE, VARIANTS, build
 from benchmarks.options import amount, count
-from benchmarks.report import Part, Plot, Table, better_peers, failures, megabytes, milliseconds, times
+from benchmarks.report import Part, Plot, Table, better_peers, failures, megabytes, milliseconds, with_ratios
 from benchmarks.results import machine
 from benchmarks.steps import evaluation, images, train_step
 from trysquare.progress import track
@@ -68,11 +67,11 @@ QUICK_VARIANTS = (REFERENCE, "AOC", "AOC parsimonious", "orthogonium AOC")
 SHARE_OF_PEER = 1 / 6
 PEER = "orthogonium "
 MEASURED = {
-    "train": ("training step", "s"),
-    "eval": ("evaluation", "s"),
-    "memory": ("peak memory", "bytes"),
-    "eval memory": ("peak memory of evaluation", "bytes"),
-    "saved": ("saved for backward", "bytes"),
+    "train": ("training step", "s", 1.0),
+    "eval": ("evaluation", "s", 1.0),
+    "memory": ("peak memory", "MB", 1e-6),
+    "eval memory": ("peak memory of evaluation", "MB", 1e-6),
+    "saved": ("saved for backward", "MB", 1e-6),
 }
 TARGETS = {"train": {8: 1.6, 32: 1.2}, "eval": 1.02, "memory": 1.05}
 
@@ -80,7 +79,7 @@ TARGETS = {"train": {8: 1.6, 32: 1.2}, "eval": 1.02, "memory": 1.05}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this command."""
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, help="only these")
-    parser.add_argument("--batch", type=count, nargs="+", help="batches for ResNet-34, such as 128")
+    parser.add_argument("--batches", type=count, nargs="+", help="only these of ResNet-34, such as 128; 8 and 32")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="; ".join(VARIANTS))
     parser.add_argument("--rounds", type=count, help="samples of each time; 5 (--quick: 2)")
     parser.add_argument("--processes", type=count, help="samples of each peak of memory; 3 (--quick: 1)")
@@ -88,15 +87,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=amount, help="seconds that three steps may take; 600 (--quick: 100)")
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Raw samples of every case."""
+def plan(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Raw samples, network by network.
+
+    Raises:
+        ValueError: if that is nothing.
+    """
     quick = arguments.quick
     cases = [case for case in (QUICK if quick else FULL) if case.network in (arguments.networks or NETWORKS)]
-    if arguments.batch and "resnet34" in (arguments.networks or NETWORKS):
+    if arguments.batches:
+        if "resnet34" not in (arguments.networks or NETWORKS):
+            raise ValueError(f"--batches are those of resnet34, which is not one of {', '.join(arguments.networks)}")
         cases = [case for case in cases if case.network != "resnet34"]
-        cases = [*(Case("resnet34", 224, batch) for batch in arguments.batch), *cases]
+        cases = [*(Case("resnet34", 224, batch) for batch in arguments.batches), *cases]
     if not cases:
-        sys.exit(f"--quick has only {', '.join(map(str, QUICK))}; leave it out for {', '.join(arguments.networks)}")
+        raise ValueError(
+            f"--quick has only {', '.join(map(str, QUICK))}; leave it out for {', '.join(arguments.networks)}"
+        )
     chosen = arguments.variants or (QUICK_VARIANTS if quick else list(VARIANTS))
     chosen = [REFERENCE, *(name for name in chosen if name != REFERENCE)]
     if not peers.installed():
@@ -107,11 +114,25 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.limit or (100.0 if quick else 600.0),
         arguments.memory or round(0.7 * machine()["memory_gb"], 1),
     )
-    return {"cases": [_measure_case(case, chosen, limits) for case in cases]}
+    return {
+        network: partial(_measure_network, [case for case in cases if case.network == network], chosen, limits)
+        for network in dict.fromkeys(case.network for case in cases)
+    }
 
 
-def _measure_case(case: Case, chosen: list[str], limits: Limits) -> dict[str, Any]:
-    rows = _memory(case, chosen, limits)
+def _measure_network(cases: list[Case], chosen: list[str], limits: Limits) -> list[dict[str, Any]]:
+    """Samples of each case; what fails with a batch is not tried with a larger one."""
+    found: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    for case in sorted(cases):
+        rows = _measure_case(case, chosen, limits, failed)
+        found.append({**case._asdict(), "rows": rows})
+        failed = {name: row["error"] for name, row in rows.items() if "error" in row}
+    return found
+
+
+def _measure_case(case: Case, chosen: list[str], limits: Limits, failed: dict[str, str]) -> dict[str, dict[str, Any]]:
+    rows = _memory(case, chosen, limits, failed)
     works = [name for name in chosen if "error" not in rows[name]]
     models = {name: build(case.network, case.size, name) for name in works}
     x, labels = images(case.batch, case.size)
@@ -119,58 +140,62 @@ def _measure_case(case: Case, chosen: list[str], limits: Limits) -> dict[str, An
     trained = interleaved({name: train_step(models[name], x, labels) for name in works}, limits.rounds, **options)
     for model in models.values():
         model.zero_grad()
-    evaluated = interleaved({name: evaluation(models[name], x) for name in works}, 2 * limits.rounds + 1, **options)
+    evaluated = interleaved({name: evaluation(models[name], x) for name in works}, 4 * limits.rounds + 3, **options)
     del models
     gc.collect()
     for name in works:
         rows[name] |= {"train": trained[name], "eval": evaluated[name]}
-    return {**case._asdict(), "rows": rows}
-
-
-def _memory(case: Case, chosen: list[str], limits: Limits) -> dict[str, dict[str, Any]]:
-    """What several processes of each variant needed, in turns, or why there is nothing."""
-    rows: dict[str, dict[str, Any]] = {name: _known(case, name, chosen) for name in chosen}
-    for _ in track(range(limits.processes), f"memory, {case}", limits.processes):
-        for name in chosen:
-            if "error" not in rows[name]:
-                _add_sample(rows[name], case, name, limits)
     return rows
 
 
-def _known(case: Case, variant: str, chosen: list[str]) -> dict[str, Any]:
-    """An error for AOC's parsimonious kind where it saves nothing, as it does in strided layers that do not expand."""
-    if variant != "AOC parsimonious" or "AOC" not in chosen:
-        return {}
-    shapes = [[p.shape for p in build(case.network, case.size, name).parameters()] for name in ("AOC", variant)]
-    return (
-        {"error": "the network is that of AOC, since all layers with a stride expand"} if shapes[0] == shapes[1] else {}
-    )
+def _memory(case: Case, chosen: list[str], limits: Limits, failed: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """What several processes of each variant needed, in turns, or why there is nothing."""
+    rows: dict[str, dict[str, Any]] = {name: {"error": failed[name]} if name in failed else {} for name in chosen}
+    if _same_network(case, chosen):
+        rows["AOC parsimonious"] = {"error": "the network is that of AOC, since all layers with a stride expand"}
+    tries = [name for _ in range(limits.processes) for name in chosen]
+    for name in track(tries, f"memory, {case}", len(tries)):
+        if "error" not in rows[name]:
+            _add_sample(rows[name], case, name, limits)
+    return rows
+
+
+def _same_network(case: Case, chosen: list[str]) -> bool:
+    """Whether AOC's parsimonious kind saves nothing, as it does in strided layers that do not expand."""
+    kinds = ("AOC", "AOC parsimonious")
+    if not set(kinds) <= set(chosen):
+        return False
+    expressive, parsimonious = ([p.shape for p in build(case.network, case.size, name).parameters()] for name in kinds)
+    return expressive == parsimonious
 
 
 def _add_sample(row: dict[str, Any], case: Case, variant: str, limits: Limits) -> None:
-    for mode in ("train", "eval"):
-        arguments = [*case, variant, mode, torch.get_num_threads(), limits.gigabytes]
-        try:
-            row.setdefault(f"memory_{mode}", []).append(in_child("benchmarks.memory", arguments, limits.seconds))
-        except ChildError as error:
-            row["error"] = str(error)
-            return
+    arguments = [torch.get_num_threads(), limits.gigabytes]
+    modes = ("train", "eval")
+    try:
+        found = [in_child("benchmarks.memory", [*case, variant, mode, *arguments], limits.seconds) for mode in modes]
+    except ChildError as error:
+        if "memory_train" not in row:
+            row["error"] = f"{error} at batch {case.batch}"
+        return
+    for mode, sample in zip(modes, found, strict=True):
+        row.setdefault(f"memory_{mode}", []).append(sample)
 
 
 def _cases(data: dict[str, Any]) -> Iterator[tuple[Case, dict[str, Any]]]:
-    for entry in data["cases"]:
+    for entry in (entry for entries in data.values() for entry in entries):
         yield Case(entry["network"], entry["size"], entry["batch"]), entry["rows"]
 
 
-def _numbers(rows: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Medians and bytes of the variants that ran, by name."""
+def _samples(rows: dict[str, Any]) -> dict[str, Samples]:
+    """Seconds and bytes of the variants that ran, by name."""
     return {
         name: {
-            "train": median(row["train"]),
-            "eval": median(row["eval"]),
-            "memory": median(sample["peak"] for sample in row["memory_train"]),
-            "eval memory": median(sample["peak"] for sample in row["memory_eval"]),
-            "saved": row["memory_train"][0]["saved"],
+            "train": row["train"],
+            "eval": row["eval"],
+            "memory": [sample["peak"] for sample in row["memory_train"]],
+            "eval memory": [sample["peak"] for sample in row["memory_eval"]],
+            "saved": [sample["saved"] for sample in row["memory_train"]],
         }
         for name, row in rows.items()
         if "error" not in row
@@ -181,31 +206,27 @@ def describe(data: dict[str, Any]) -> list[Part]:
     """A table for each case, what failed, and the targets."""
     parts: list[Part] = []
     for case, rows in _cases(data):
-        numbers = _numbers(rows)
-        parts += [_table(case, numbers)] if REFERENCE in numbers else [f"No table of {case}:"]
+        samples = _samples(rows)
+        parts += [_table(case, samples)] if REFERENCE in samples else [f"No table of {case}:"]
         parts += failures(rows)
-        parts += [_plot(case, numbers)] if REFERENCE in numbers and len(numbers) > 1 else []
+        parts += [_plot(case, samples)] if REFERENCE in samples and len(samples) > 1 else []
     return [*parts, *_targets(data)]
 
 
-def _table(case: Case, numbers: dict[str, dict[str, float]]) -> Table:
+def _table(case: Case, samples: dict[str, Samples]) -> Table:
     columns = ["convolution", "train ms", "", "eval ms", "", "peak MB", "", "eval peak MB", "", "saved MB", ""]
     shown = {"train": milliseconds, "eval": milliseconds, "memory": megabytes, "eval memory": megabytes}
     shown["saved"] = megabytes
-    base = numbers[REFERENCE]
-    rows = [
-        [name, *(cell for key, show in shown.items() for cell in (show(row[key]), times(row[key] / base[key])))]
-        for name, row in numbers.items()
-    ]
+    rows = [[name, *with_ratios(row, samples[REFERENCE], shown)] for name, row in samples.items()]
     return Table(columns, rows, str(case))
 
 
-def _plot(case: Case, numbers: dict[str, dict[str, float]]) -> Plot:
-    names = [name for name in numbers if name != REFERENCE]
+def _plot(case: Case, samples: dict[str, Samples]) -> Plot:
+    names = [name for name in samples if name != REFERENCE]
     kinds = {"train": "training step", "eval": "evaluation", "memory": "peak memory", "saved": "saved for backward"}
     places = list(range(len(names)))
     series = {
-        label: (places, [numbers[name][key] / numbers[REFERENCE][key] for name in names])
+        label: (places, [ratio(samples[name][key], samples[REFERENCE][key]) for name in names])
         for key, label in kinds.items()
     }
     name = f"overhead-{case.network}-{case.batch}"
@@ -213,44 +234,48 @@ def _plot(case: Case, numbers: dict[str, dict[str, float]]) -> Plot:
 
 
 def _targets(data: dict[str, Any]) -> list[Part]:
-    rows = [row for case, raw in _cases(data) for row in _targets_of(case, _numbers(raw))]
+    rows = [row for case, raw in _cases(data) for row in _targets_of(case, _samples(raw))]
     if not rows:
         return []
-    return [Table(["target", "at most", "measured", "met"], rows, "Targets for AOC")]
+    return [Table(["target", "at most", "measured", "least and most in a turn", "met"], rows, "Targets for AOC")]
 
 
-def _targets_of(case: Case, numbers: dict[str, dict[str, float]]) -> list[list[str]]:
-    if "AOC" not in numbers or REFERENCE not in numbers:
+def _targets_of(case: Case, samples: dict[str, Samples]) -> list[list[str]]:
+    if "AOC" not in samples or REFERENCE not in samples:
         return []
-    base, aoc, peer = numbers[REFERENCE], numbers["AOC"], numbers.get("orthogonium AOC")
+    base, aoc, peer = samples[REFERENCE], samples["AOC"], samples.get("orthogonium AOC")
     rows = []
-    if peer is not None and peer["train"] > base["train"]:
-        share = (aoc["train"] - base["train"]) / (peer["train"] - base["train"])
-        rows.append(_verdict(f"{case}: share of orthogonium's added time", SHARE_OF_PEER, share))
+    if peer is not None:
+        turns = zip(aoc["train"], base["train"], peer["train"], strict=False)
+        shares = [(ours - plain) / (theirs - plain) for ours, plain, theirs in turns if theirs > plain]
+        rows += [_verdict(f"{case}: share of orthogonium's added time", SHARE_OF_PEER, shares)] if shares else []
     if case.network == "resnet34":
-        ratio = {key: aoc[key] / base[key] for key in base}
+        found = {key: ratios(aoc[key], base[key]) for key in base}
         if case.batch in TARGETS["train"]:
-            rows.append(_verdict(f"{case}: train time", TARGETS["train"][case.batch], ratio["train"]))
-        rows.append(_verdict(f"{case}: eval time", TARGETS["eval"], ratio["eval"]))
-        rows.append(_verdict(f"{case}: peak memory", TARGETS["memory"], ratio["memory"]))
+            rows.append(_verdict(f"{case}: train time", TARGETS["train"][case.batch], found["train"]))
+        rows.append(_verdict(f"{case}: eval time", TARGETS["eval"], found["eval"]))
+        rows.append(_verdict(f"{case}: peak memory", TARGETS["memory"], found["memory"]))
     return rows
 
 
-def _verdict(name: str, most: float, measured: float) -> list[str]:
-    return [name, f"{most:.3f}", f"{measured:.3f}", "yes" if measured <= most else "**no**"]
+def _verdict(name: str, most: float, turns: list[float]) -> list[str]:
+    measured = median(turns)
+    spread = f"{min(turns):.3f} to {max(turns):.3f}"
+    return [name, f"{most:.3f}", f"{measured:.3f}", spread, "yes" if measured <= most else "**no**"]
 
 
 def peer_wins(data: dict[str, Any]) -> list[str]:
     """Where a layer of orthogonium is faster or smaller than ours of the same method, or the only one that ran."""
     found = []
     for case, raw in _cases(data):
-        numbers = _numbers(raw)
+        samples = _samples(raw)
         ours = {VARIANTS[name].method: name for name in raw if VARIANTS[name].library == "trysquare"}
-        theirs = {name: ours.get(VARIANTS[name].method, "") for name in numbers if name.startswith(PEER)}
-        for key, (what, unit) in MEASURED.items():
-            values = {name.removeprefix(PEER): numbers[name][key] for name in theirs}
-            mine = {name.removeprefix(PEER): numbers[own][key] for name, own in theirs.items() if own in numbers}
+        theirs = {name: ours.get(VARIANTS[name].method, "") for name in samples if name.startswith(PEER)}
+        for key, (what, unit, scale) in MEASURED.items():
+            numbers = {name: scale * median(row[key]) for name, row in samples.items()}
+            values = {name.removeprefix(PEER): numbers[name] for name in theirs}
+            mine = {name.removeprefix(PEER): numbers[own] for name, own in theirs.items() if own in numbers}
             found += better_peers(f"{case}, {what}", unit, mine, values)
-        failed = [name for name, own in theirs.items() if own in raw and own not in numbers]
+        failed = [name for name, own in theirs.items() if own in raw and own not in samples]
         found += [f"{case}: {name.removeprefix(PEER)} of orthogonium runs, ours does not." for name in failed]
     return found

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from benchmarks.commands import TITLES, command
+from benchmarks.commands import TITLES, command, has_peers, peer_wins
 from benchmarks.report import Part, Plot, Table
 from trysquare.files import write_whole
 
@@ -44,7 +46,18 @@ def plots(found: dict[str, dict[str, Any]]) -> list[Plot]:
 
 
 def _parts(name: str, result: dict[str, Any]) -> list[Part]:
-    return command(name).describe(result["data"])
+    with _as_written_now(name):
+        return command(name).describe(result["data"])
+
+
+@contextmanager
+def _as_written_now(name: str) -> Iterator[None]:
+    """Say whose result is not what its command writes."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError) as error:
+        what = f"damaged, or of another version of the benchmark ({type(error).__name__}: {error})"
+        raise ValueError(f"the result of {name} is {what}: run python -m benchmarks {name} again") from error
 
 
 def render(found: dict[str, dict[str, Any]]) -> str:
@@ -67,11 +80,16 @@ def render(found: dict[str, dict[str, Any]]) -> str:
 
 def _wins(found: dict[str, dict[str, Any]]) -> list[str]:
     """Found in the data: rows in which the peer's number is better by more than 2 %."""
-    lines = [f"* {win}" for name, result in found.items() for win in command(name).peer_wins(result["data"])]
+    lines = [f"* {win}" for name, result in found.items() for win in _wins_of(name, result)]
     if lines:
         return lines
-    with_peer = [name for name, result in found.items() if not result["missing"]]
+    with_peer = [name for name, result in found.items() if has_peers(name) and not result["missing"]]
     return [f"In none of the measurements below ({', '.join(with_peer) or 'no peer took part'})."]
+
+
+def _wins_of(name: str, result: dict[str, Any]) -> list[str]:
+    with _as_written_now(name):
+        return peer_wins(name, result["data"])
 
 
 def _section(name: str, result: dict[str, Any] | None) -> list[str]:
@@ -89,10 +107,11 @@ def _section(name: str, result: dict[str, Any] | None) -> list[str]:
 def _origin(result: dict[str, Any]) -> list[str]:
     machine, versions = result["machine"], result["versions"]
     with_what = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    took = f" It took {result['seconds'] / 60:.1f} minutes." if "seconds" in result else ""
     kind = " A quick run: few samples of small cases." if result["quick"] else ""
     return [
         f"`{result['line']}` on {result['date']}: {machine['cpu']}, {machine['cores']} cores, "
-        f"{machine['memory_gb']} GB, {result['threads']} threads; {with_what}.{kind}",
+        f"{machine['memory_gb']} GB, {result['threads']} threads; {with_what}.{took}{kind}",
         *(f"\nMissing: {lost}." for lost in result["missing"]),
     ]
 

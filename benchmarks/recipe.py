@@ -12,6 +12,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import trysquare as ts
 from benchmarks import peers
+from benchmarks.measure import Call
 from benchmarks.networks import exchange
 from benchmarks.options import amount, cifar10
 from benchmarks.report import Part, Plot, accuracy_table, better_trained, failures
@@ -44,8 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=LIBRARIES, help="one library, where `trysquare train` has run the other")
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Steps, and accuracy by the time spent, of each library."""
+def plan(arguments: argparse.Namespace) -> Call:
+    """Steps, and accuracy by the time spent, of each library: one part, since they take turns."""
+    return partial(_measure, arguments)
+
+
+def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     name = "cifar10-cpu" if arguments.data else "digits"
     recipe = ts.training.read_recipe(name, {"data.root": arguments.data} if arguments.data else None)
     budget = arguments.budget or (15.0 if arguments.quick else 1800.0)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+from benchmarks.measure import Samples, ratio
 
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
@@ -130,6 +133,15 @@ def times(ratio: float) -> str:
 def megabytes(number: float) -> str:
     """Bytes in units of a million."""
     return f"{number / 1e6:.1f}" if number < 1e8 else f"{number / 1e6:.0f}"
+
+
+def with_ratios(row: Samples, reference: Samples, shown: Mapping[str, Callable[[float], str]]) -> list[str]:
+    """Cells of a table: for each kind of sample the median as ``shown``, and the ratio to the reference."""
+    return [
+        cell
+        for kind, show in shown.items()
+        for cell in (show(median(row[kind])), times(ratio(row[kind], reference[kind])))
+    ]
 
 
 def better_peers(what: str, unit: str, ours: Mapping[str, float], theirs: Mapping[str, float]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -53,19 +54,32 @@ def _version(package: str) -> str | None:
         return None
 
 
-def record(command: str, line: list[str], quick: bool, missing: list[str], data: Any) -> dict[str, Any]:
-    """Everything that belongs to a result."""
+def about(command: str, line: list[str], quick: bool, missing: list[str]) -> dict[str, Any]:
+    """What a result has to say of where it comes from."""
     return {
         "command": command,
         "line": "python -m benchmarks " + shlex.join(_anywhere(line)),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "quick": quick,
         "threads": torch.get_num_threads(),
         "machine": machine(),
         "versions": versions(),
+        "code": code(),
         "missing": missing,
-        "data": data,
     }
+
+
+def code() -> str:
+    """Digest of what was run: the sources of the library and of the benchmarks."""
+    digest = hashlib.sha256()
+    for path in sorted([*Path(ts.__file__).parent.rglob("*.py"), *Path(__file__).parent.glob("*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def record(about: dict[str, Any], seconds: float, data: Any) -> dict[str, Any]:
+    """Everything that belongs to a result, which is ready now, after so many seconds."""
+    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return {**about, "date": date, "seconds": round(seconds, 1), "data": data}
 
 
 def _anywhere(line: list[str]) -> list[str]:

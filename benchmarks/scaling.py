@@ -1,13 +1,15 @@
 """How the cost of a kernel grows with channels, kernel size, groups and depth, and how the overhead of a step falls.
 
 Each row of numbers is fitted by a power, least squares on logarithmic scales: time ~ channels ** exponent. The overhead
-is what a training step of ResNet-18 takes longer than with ``nn.Conv2d``, as a share of that.
+is what a training step of ResNet-18 takes longer than with ``nn.Conv2d``, as a share of that; its power is fitted where
+it is positive.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -15,12 +17,11 @@ from torch import nn
 
 import trysquare as ts
 from benchmarks import peers
-from benchmarks.measure import fit_power, interleaved, weight_gradient
+from benchmarks.measure import fit_power, interleaved, ratio, weight_gradient
 from benchmarks.networks import REFERENCE, build
 from benchmarks.options import count
 from benchmarks.report import Part, Plot, Table, better_peers, milliseconds
 from benchmarks.steps import images, train_step
-from trysquare.progress import track
 
 KINDS = ("channels", "kernel size", "groups", "depth")
 FIXED = {
@@ -36,10 +37,15 @@ FULL = {
     "depth": (1, 2, 4, 8, 16, 32),
 }
 QUICK = {"channels": (32, 64, 128, 256), "kernel size": (1, 3, 5), "groups": (1, 4, 16, 64), "depth": (1, 4, 16)}
-# Batches at an image size, then image sizes at a batch.
-STEPS = {"batch": ((4, 8, 16, 32, 64, 128), 32), "image size": ((32, 64, 128), 8)}
-QUICK_STEPS = {"batch": ((4, 16), 32), "image size": ((32, 64), 4)}
+# Batch and image size.
+STEPS = {
+    "batch": ((4, 32), (8, 32), (16, 32), (32, 32), (64, 32), (128, 32)),
+    "image size": ((8, 32), (8, 64), (8, 128)),
+}
+QUICK_STEPS = {"batch": ((4, 32), (16, 32)), "image size": ((4, 32), (4, 64))}
 TRAINED = ("AOC", "orthogonium AOC")
+# Seconds after which three samples have to do.
+PATIENCE = 15.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,31 +79,27 @@ def _builds(made: list[nn.Module]) -> Callable[[], None]:
     return build_all
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def plan(arguments: argparse.Namespace) -> dict[str, Any]:
     """Samples of building kernels, and of training steps."""
     values, steps = (QUICK, QUICK_STEPS) if arguments.quick else (FULL, STEPS)
     rounds = arguments.rounds or (2 if arguments.quick else 9)
-    kernels = {}
-    for kind in KINDS:
-        varied = values[kind]
-        kernels[kind] = [_kernel(kind, value, rounds) for value in track(varied, kind, len(varied))]
-    overhead = {}
-    for kind, (varied, fixed) in steps.items():
-        shapes = [(value, fixed) if kind == "batch" else (fixed, value) for value in varied]
-        overhead[kind] = [_step(*shape, rounds) for shape in track(shapes, f"steps, {kind}", len(shapes))]
-    return {"kernels": kernels, "overhead": overhead}
+    return {
+        "kernels": {kind: [partial(_kernel, kind, value, rounds) for value in values[kind]] for kind in KINDS},
+        "overhead": {kind: [partial(_step, *shape, rounds) for shape in shapes] for kind, shapes in steps.items()},
+    }
 
 
 def _kernel(kind: str, value: int, rounds: int) -> dict[str, Any]:
     calls = {name: _builds(made) for name, made in layers(kind, value).items()}
-    return {"value": value, "seconds": interleaved(calls, rounds, patience=60)}
+    return {"value": value, "seconds": interleaved(calls, rounds, patience=PATIENCE, label=f"{kind} {value}")}
 
 
 def _step(batch: int, size: int, rounds: int) -> dict[str, Any]:
     names = [REFERENCE, *(name for name in TRAINED if peers.installed() or "orthogonium" not in name)]
     x, labels = images(batch, size)
+    label = f"steps of {batch} x {size} x {size}"
     calls = {name: train_step(build("resnet18", size, name), x, labels) for name in names}
-    return {"batch": batch, "image size": size, "seconds": interleaved(calls, rounds, patience=60)}
+    return {"batch": batch, "image size": size, "seconds": interleaved(calls, rounds, patience=PATIENCE, label=label)}
 
 
 def describe(data: dict[str, Any]) -> list[Part]:
@@ -136,7 +138,7 @@ def _overhead(kind: str, entries: list[dict[str, Any]]) -> list[Part]:
     for name in TRAINED:
         if name not in entries[0]["seconds"]:
             continue
-        extra = [median(entry["seconds"][name]) / b - 1 for entry, b in zip(entries, base, strict=True)]
+        extra = [ratio(entry["seconds"][name], entry["seconds"][REFERENCE]) - 1 for entry in entries]
         positive = [(v, e) for v, e in zip(x, extra, strict=True) if e > 0]
         exponent = _fitted(*map(list, zip(*positive, strict=True))) if len(positive) > 1 else "none"
         rows.append([name, *(f"+{e:.0%}" if e >= 0 else f"{e:.0%}" for e in extra), exponent])

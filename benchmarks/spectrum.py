@@ -10,8 +10,10 @@ of padding that repeats outputs (circular padding 2).
 from __future__ import annotations
 
 import argparse
+import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -25,17 +27,12 @@ from benchmarks.measure import interleaved
 from benchmarks.report import NOISE, Part, Table
 from trysquare.linalg.bounds import circular_gram_bound, kernel_gram_bound
 from trysquare.linalg.spectrum import polyphase
-from trysquare.progress import track
 
 Layer = tuple[str, nn.Conv2d, int]
 # How far the true norm itself may be off.
 ROUNDING = 1e-7
 OURS = "spectral_norm_bound"
 PEER = "orthogonium get_conv_sv"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this command: none of its own."""
 
 
 def layers(quick: bool = False) -> list[Layer]:
@@ -87,10 +84,9 @@ def torch_estimate(layer: nn.Conv2d) -> float:
         return float(layer.weight.norm() / normal.weight.norm())
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Value and samples of each way for each layer."""
-    chosen = layers(arguments.quick)
-    return {"layers": [_measure_layer(*layer) for layer in track(chosen, "norms", len(chosen))]}
+def plan(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Value and samples of each way, layer by layer."""
+    return {"layers": [partial(_measure_layer, *layer) for layer in layers(arguments.quick)]}
 
 
 def _measure_layer(name: str, layer: nn.Conv2d, size: int) -> dict[str, Any]:
@@ -99,7 +95,7 @@ def _measure_layer(name: str, layer: nn.Conv2d, size: int) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = {way: _tried(call) for way, call in calls.items()}
-        seconds = interleaved({way: calls[way] for way in found if "value" in found[way]}, 3, patience=30)
+        seconds = interleaved({way: calls[way] for way in found if "value" in found[way]}, 3, patience=30, label=name)
     for way, samples in seconds.items():
         found[way]["seconds"] = samples
     return {"name": name, "true": true, "ways": found}
@@ -107,7 +103,8 @@ def _measure_layer(name: str, layer: nn.Conv2d, size: int) -> dict[str, Any]:
 
 def _tried(call: Callable[[], float]) -> dict[str, Any]:
     try:
-        return {"value": call()}
+        value = call()
+        return {"value": value} if math.isfinite(value) else {"error": f"returns {value}"}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {str(error)[:60]}"}
 

@@ -21,7 +21,7 @@ def overhead(aoc_eval=1.0):
         "SOC": {"error": "not ready after 1 s"},
         "orthogonium SOC": _row(8.0, 2.0, 200),
     }
-    return {"cases": [{"network": "resnet34", "size": 224, "batch": 8, "rows": rows}]}
+    return {"resnet34": [{"network": "resnet34", "size": 224, "batch": 8, "rows": rows}]}
 
 
 def orthogonalizers():
@@ -29,7 +29,7 @@ def orthogonalizers():
     runs = {"cholesky": run, PEER: {**run, "accuracy": 0.6}}
     return {
         "times": [{"shape": [1, 8, 8], "seconds": {"cholesky": [0.002], "bjorck": [0.004], PEER: [0.003]}}],
-        "errors": {"cholesky": [1e-7] * len(CONDITIONS), "bjorck": [None] * len(CONDITIONS)},
+        "errors": {"cholesky": [1e-7] * len(CONDITIONS), "bjorck": ["refuses"] * len(CONDITIONS)},
         "training": {
             "data": "digits",
             "steps": 2,
@@ -47,13 +47,13 @@ def scaling():
 
 
 def methods():
-    names = ("nn.Conv2d", "aoc", "orthogonium aoc")
+    names = ("Conv2d", "aoc", "orthogonium aoc")
     samples = {name: [0.001 * (1 + place)] for place, name in enumerate(names)}
     good = {"parameters": 1000, "steps": 5, "accuracy": 0.5, "certified": [0.4, 0.3, 0.2, 0.1], "lipschitz": 1.0}
     better = {**good, "certified": [0.45, 0.3, 0.2, 0.1]}
     rows = {"aoc": good, "orthogonium aoc": better, "lot": {"error": "no data"}}
     seconds = {"build": samples, "step": samples, "eval": samples}
-    cost = {"title": "small", "stride": 1, "seconds": seconds, "saved": dict.fromkeys(names, 1000)}
+    cost = {"title": "small", "stride": 1, "seconds": seconds, "saved": dict.fromkeys(names, 1000), "errors": {}}
     return {"costs": [cost], "accuracy": {"data": "digits", "budget": 3.0, "rows": rows}}
 
 
@@ -68,7 +68,10 @@ def kernels():
     row = {"flops": 800, "calls": 10, "saved": 2.0, "seconds": [0.002]}
     rows = {"trysquare": row, "orthogonium": {**row, "seconds": [0.001]}}
     evaluated = {"shape": [1, 2, 3, 3], "seconds": {"trysquare": [0.1], "nn.Conv2d": [0.1]}}
-    return {"square": [{"channels": 2, "size": 3, "rows": rows}], "groups": {"1": 10}, "eval": [evaluated]}
+    square = [{"channels": 2, "size": 3, "rows": rows}]
+    kept = [{"channels": 2, "seconds": {"kept": [0.1], "not kept": [0.2]}}]
+    kept[0] |= {"saved": {"kept": 2000, "not kept": 1000}, "default": "kept"}
+    return {"square": square, "kept": kept, "groups": {"1": 10}, "eval": [evaluated]}
 
 
 def compose():

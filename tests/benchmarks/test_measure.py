@@ -2,6 +2,7 @@ import math
 import os
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from benchmarks.measure import (
     flops,
     in_child,
     interleaved,
-    medians,
     peak_bytes,
+    ratio,
     saved_bytes,
 )
 from benchmarks.results import ROOT
@@ -22,21 +23,27 @@ from torch import nn
 
 def test_calls_take_turns():
     order = []
-    samples = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3)
-    assert order == ["a", "b"] * 4
-    assert {name: len(seconds) for name, seconds in samples.items()} == {"a": 3, "b": 3}
+    samples = interleaved({name: partial(order.append, name) for name in "abc"}, 20)
+    turns = ["".join(order[start : start + 3]) for start in range(0, len(order), 3)]
+    assert len(turns) == 21
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
+    assert set(turns) == {"abc", "acb", "bac", "bca", "cab", "cba"}
+    assert {name: len(seconds) for name, seconds in samples.items()} == {"a": 20, "b": 20, "c": 20}
     assert all(seconds >= 0 for row in samples.values() for seconds in row)
 
 
 def test_calls_that_take_too_long_are_sampled_less():
     calls = []
     samples = interleaved({"slow": lambda: (calls.append(1), time.sleep(0.01)), "fast": lambda: None}, 6, patience=0.01)
-    assert len(calls) == len(samples["slow"]) == 3
+    assert len(samples["slow"]) == 3
+    assert len(calls) == 4  # the first does not count
     assert len(samples["fast"]) == 6
 
 
-def test_medians():
-    assert medians({"a": [3.0, 1.0, 2.0]}) == {"a": 2.0}
+def test_a_ratio_is_within_turns():
+    slow_for_a_while = [1.0, 10.0, 11.0]
+    assert ratio([2.0, 20.0, 22.0], slow_for_a_while) == 2
+    assert ratio([2.0], slow_for_a_while) == 2
 
 
 @pytest.mark.parametrize(("exponent", "factor"), [(3.0, 2.0), (-0.5, 7.0), (0.0, 1.0)])

@@ -7,23 +7,31 @@ from benchmarks import results
 
 
 def test_a_result_says_where_it_comes_from():
-    record = results.record("counts", ["counts", "--quick"], True, [], {"a": 1})
+    record = results.record(results.about("counts", ["counts", "--quick"], True, []), 61.04, {"a": 1})
+    assert record["data"] == {"a": 1}
+    assert record["date"].endswith("UTC")
+    assert record["seconds"] == 61.0
+    assert len(record["code"]) == 12
     assert record["line"] == "python -m benchmarks counts --quick"
-    somewhere = ["recipe", "--data", "/home/me/images", "--out", "x.json", "--budget", "3"]
-    line = results.record("recipe", somewhere, False, [], {})["line"]
-    assert line == "python -m benchmarks recipe --data DIR --out FILE --budget 3"
-    line = results.record(
-        "overhead", ["overhead", "--data=/home/me", "--variants", "AOC", "orthogonium AOC"], False, [], {}
-    )["line"]
-    assert line == "python -m benchmarks overhead --data DIR --variants AOC 'orthogonium AOC'"
     assert record["machine"].keys() == {"cpu", "cores", "memory_gb", "system"}
     assert record["versions"]["torch"]
     assert record["threads"] >= 1
     json.dumps(record)
 
 
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (["recipe", "--data", "/home/me", "--out", "x.json", "--budget", "3"], "--data DIR --out FILE --budget 3"),
+        (["overhead", "--data=/home/me", "--variants", "AOC", "a b"], "--data DIR --variants AOC 'a b'"),
+    ],
+)
+def test_a_command_is_shown_without_places_of_this_machine(line, shown):
+    assert results.about(line[0], line, False, [])["line"] == f"python -m benchmarks {line[0]} {shown}"
+
+
 def test_written_results_are_read_again(tmp_path):
-    record = results.record("counts", ["counts"], False, [], {"a": [1.5]})
+    record = results.record(results.about("counts", ["counts"], False, []), 1.0, {"a": [1.5]})
     results.write(record, tmp_path / "deep" / "counts.json")
     assert results.read(tmp_path / "deep") == {"counts": record}
     assert os.listdir(tmp_path / "deep") == ["counts.json"]

@@ -55,4 +55,5 @@ def test_errors_are_those_of_the_singular_values():
     def refuse(matrix):
         raise ArithmeticError
 
-    assert _errors(refuse) == [None] * len(CONDITIONS)
+    assert _errors(refuse) == ["refuses"] * len(CONDITIONS)
+    assert _errors(lambda matrix: matrix / 0) == ["not finite"] * len(CONDITIONS)

@@ -36,7 +36,7 @@ def test_grow_is_composition_with_two_tap_kernels(axes):
 @pytest.mark.parametrize("many", [0, 256], ids=["no kernels kept", "kernels kept"])
 @pytest.mark.parametrize("axes", [(0,), (1, 1), (0, 1, 0), (0, 1, 0, 1, 0), (2, 0, 1, 0)])
 def test_gradients(axes, many, monkeypatch):
-    monkeypatch.setattr(projectors, "_MANY_CHANNELS", many)
+    monkeypatch.setattr(projectors, "MANY_CHANNELS", many)
     dims = max(axes) + 1
     matrix = torch.randn(2, *(1, 2, 1)[:dims], 3, 4, dtype=torch.float64, requires_grad=True)
     rows = torch.randn(len(axes), 2, 2, 4, dtype=torch.float64, requires_grad=True)

@@ -2,10 +2,10 @@
 
 On a circular domain of given sizes the Fourier transform makes a convolution block diagonal. If every block has
 orthonormal rows (or columns), so has the convolution; its kernel is then in general as large as the domain. Blocks are
-complex, with those of opposite frequencies conjugate to each other. Every complex entry ``a + bi`` can be replaced by
-the real block ``[[a, -b], [b, a]]`` without changing any sum, product, adjoint or inverse, so the real functions of
-``linalg.orthogonalize``, with their checks and exact gradients, serve here too; and because they commute with
-conjugation, the kernel stays real.
+complex, with those of opposite frequencies conjugate to each other. The Cayley transform takes them as they are. For
+the other functions of ``linalg.orthogonalize``, which are real, every complex entry ``a + bi`` can be replaced by the
+block ``[[a, -b], [b, a]]`` without changing any sum, product, adjoint or inverse. All commute with conjugation, so the
+kernel stays real.
 
 =========== ============================================= =======================================================
 name        block                                         from
@@ -79,11 +79,12 @@ def free_response(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
     return _blocks(place_taps(kernel, sizes, dilation), len(sizes), half=True)
 
 
-def _directly(orthogonalize: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Sizes, Sizes], Tensor]:
-    def response(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
-        return as_complex(orthogonalize(as_real(free_response(kernel, sizes, dilation))))
+def _cayley(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
+    return cayley(free_response(kernel, sizes, dilation))
 
-    return response
+
+def _lot(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
+    return as_complex(newton_schulz(as_real(free_response(kernel, sizes, dilation))))
 
 
 def divisor_from(least: int, size: int) -> int:
@@ -113,8 +114,8 @@ def _eco(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
 
 
 RESPONSES: dict[str, Callable[[Tensor, Sizes, Sizes], Tensor]] = {
-    "cayley": _directly(cayley),
-    "lot": _directly(newton_schulz),
+    "cayley": _cayley,
+    "lot": _lot,
     "eco": _eco,
 }
 

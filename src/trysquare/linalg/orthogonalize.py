@@ -30,9 +30,10 @@ import torch
 from torch import Tensor
 
 from trysquare.linalg.functions import apply_function, backward_of_first, keep, once_differentiable
+from trysquare.linalg.inverse import inverse
 from trysquare.linalg.orthonormal import orthonormal_rows
 from trysquare.linalg.precision import full_precision, host_can_look, unwrapped
-from trysquare.linalg.unitary import polish
+from trysquare.linalg.unitary import polish, polished
 from trysquare.naming import pick
 
 _BJORCK_STEPS = {torch.float32: 50, torch.float64: 80}
@@ -53,7 +54,7 @@ def on_rows(rows_only: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
             raise ValueError(f"a matrix has two axes, got shape {tuple(matrix.shape)}")
         with full_precision(matrix):
             if matrix.shape[-2] > matrix.shape[-1]:
-                return rows_only(matrix.mT).mT
+                return rows_only(matrix.mH).mH
             return rows_only(matrix)
 
     return orthogonalize
@@ -62,7 +63,7 @@ def on_rows(rows_only: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
 def _checked(basis: Tensor, name: str, domain: str) -> Tensor:
     """``basis`` if its rows are orthonormal to 32 times the rounding of the dtype; an error otherwise."""
     with torch.no_grad():
-        gram = torch.matmul(basis, basis.mT)
+        gram = torch.matmul(basis, basis.mH)
         gram.diagonal(dim1=-2, dim2=-1).sub_(1)
         missed = torch.linalg.matrix_norm(gram) / basis.shape[-2] ** 0.5
         missed = unwrapped(missed).amax()
@@ -173,8 +174,8 @@ def cayley_rows(matrix: Tensor) -> Tensor:
     upper, lower = matrix[..., :n].mH, matrix[..., n:].mH
     skew = upper - upper.mH + torch.matmul(lower.mH, lower)
     eye = torch.eye(n, dtype=matrix.dtype, device=matrix.device)
-    both = torch.cat([eye - skew, -2 * lower], dim=-2)
-    return polish(torch.linalg.solve_ex(eye + skew, both, left=False).result.mH)
+    half = inverse(eye + skew)  # of I + (I - A)(I + A)⁻¹
+    return polished(torch.cat([2 * half - eye, -2 * torch.matmul(lower, half)], dim=-2).mH)
 
 
 @on_rows
@@ -188,7 +189,7 @@ def exponential(matrix: Tensor) -> Tensor:
     """First rows of the exponential of the skew matrix whose first rows the free matrix gives."""
     n, m = matrix.shape[-2:]
     basis = exponential_of_few(matrix) if 2 * n < m else exponential_of_all(matrix)
-    return _checked(polish(basis), "exponential", _ENTRIES)
+    return _checked(polished(basis), "exponential", _ENTRIES)
 
 
 def exponential_of_all(matrix: Tensor) -> Tensor:
@@ -225,7 +226,7 @@ def _cayley_inverse(basis: Tensor) -> Tensor:
     n = basis.shape[-2]
     upper, lower = basis[..., :n].mT, basis[..., n:].mT
     eye = torch.eye(n, dtype=basis.dtype, device=basis.device)
-    skew = torch.linalg.solve_ex(eye + upper, eye - upper).result
+    skew = 2 * inverse(eye + upper) - eye
     lower = -0.5 * torch.matmul(lower, eye + skew)
     upper = 0.5 * (skew - torch.matmul(lower.mT, lower))
     return torch.cat([upper, lower], dim=-2).mT

@@ -16,9 +16,9 @@ from trysquare.linalg.functions import apply_function, backward_of_first, keep, 
 from trysquare.linalg.orthonormal import factor_rows, rows_gradient
 from trysquare.linalg.precision import full_precision
 
-# From so many channels on, backward does without the kernels on the way. Measured: keeping them takes 0.9 of the time
-# at 64 channels, as much at 128, and 1.05 to 1.15 of it at 256 and 512, where they are also most of the memory.
-_MANY_CHANNELS = 256
+# From so many channels on, backward does without the kernels on the way, which are most of the memory then: they save
+# time with few channels only (`python -m benchmarks kernels` compares).
+MANY_CHANNELS = 256
 
 
 class _Grow(torch.autograd.Function):
@@ -41,7 +41,7 @@ class _Grow(torch.autograd.Function):
                 projected = torch.bmm(coordinates[-1], frame).view(kernel.shape)
                 kernel = _spread(kernel, projected, axis + 1)
             grown = kernel.movedim((-2, -1), (1, 2)).contiguous()
-        kept = flats[1:] if matrix.shape[-1] < _MANY_CHANNELS else []
+        kept = flats[1:] if matrix.shape[-1] < MANY_CHANNELS else []
         return grown, basis, factor, *coordinates, *kept
 
     @staticmethod

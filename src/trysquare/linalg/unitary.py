@@ -59,6 +59,15 @@ def polish(matrix: Tensor) -> Tensor:
     return 1.5 * matrix - 0.5 * torch.matmul(torch.matmul(matrix, matrix.mH), matrix)
 
 
+def polished(matrix: Tensor) -> Tensor:
+    """``polish`` of what a formula makes orthonormal up to rounding.
+
+    The step changes no orthonormal matrix, so that derivatives along those, of any order, do not see it.
+    """
+    values = matrix.detach()
+    return matrix + (polish(values) - values)
+
+
 def distance_from_unitary(matrix: Tensor) -> float:
     """Largest entry of ``U* U - I`` over the batch."""
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)

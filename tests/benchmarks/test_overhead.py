@@ -1,0 +1,45 @@
+import pytest
+from benchmarks.measure import ChildError
+from benchmarks.overhead import Case, Limits
+from torch import nn
+
+from benchmarks import overhead
+
+LIMITS = Limits(rounds=1, processes=2, seconds=1.0, gigabytes=1.0)
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """Processes that are started for small networks, those for SOC in vain, the second for Cayley too."""
+    started = []
+
+    def child(module, arguments, limit):
+        _, _, batch, variant, *_ = arguments
+        started.append((batch, variant))
+        if variant == "SOC" or (variant == "Cayley" and started.count((batch, variant)) > 2):
+            raise ChildError("not ready")
+        return {"peak": 2, "saved": 1}
+
+    monkeypatch.setattr(overhead, "in_child", child)
+    monkeypatch.setattr(overhead, "build", lambda *_: nn.Sequential(nn.Flatten(), nn.Linear(3 * 4 * 4, 10)))
+    return started
+
+
+def test_what_fails_with_a_batch_is_not_tried_with_a_larger_one(tried):
+    cases = [Case("resnet34", 4, batch) for batch in (8, 2)]
+    found = overhead._measure_network(cases, ["Conv2d", "SOC"], LIMITS)
+    assert [entry["batch"] for entry in found] == [2, 8]
+    assert [entry["rows"]["SOC"] for entry in found] == [{"error": "not ready at batch 2"}] * 2
+    assert [batch for batch, variant in tried if variant == "SOC"] == [2]
+
+
+def test_samples_that_were_taken_are_kept(tried):
+    row = overhead._measure_network([Case("resnet34", 4, 2)], ["Conv2d", "Cayley"], LIMITS)[0]["rows"]["Cayley"]
+    assert row["memory_train"] == row["memory_eval"] == [{"peak": 2, "saved": 1}]
+    assert len(row["train"]) == 1
+
+
+def test_two_kinds_that_are_the_same_network_are_measured_once(tried):
+    rows = overhead._measure_case(Case("resnet34", 4, 2), ["Conv2d", "AOC", "AOC parsimonious"], LIMITS, {})
+    assert "the network is that of AOC" in rows["AOC parsimonious"]["error"]
+    assert "train" in rows["AOC"]
