@@ -63,8 +63,8 @@ def _benchmark(parse: argparse.ArgumentParser, arguments: argparse.Namespace, li
         plan = command(arguments.command).plan(arguments)
     data = _measured(plan, parts)
     results.write(results.record(about, parts.seconds, data), path)
-    parts.forget()
     print(to_text([*command(arguments.command).describe(data), *peer_wins(arguments.command, data)]))
+    parts.forget()
     return path
 
 
@@ -81,7 +81,8 @@ def _place(arguments: argparse.Namespace) -> Path:
     """Where the result goes, before it is there.
 
     Raises:
-        ValueError: if nothing can be written there, or a part of a measurement would replace the whole.
+        ValueError: if nothing can be written there, or something else would be lost: a result of another command, or
+            the whole of a measurement for a part of it.
         OSError: if its folder cannot be made.
     """
     path: Path = arguments.out or results.default_path(arguments.command, arguments.quick)
@@ -89,6 +90,7 @@ def _place(arguments: argparse.Namespace) -> Path:
     if part and not arguments.quick and not arguments.out and path.exists():
         raise ValueError(f"a part of the measurement (--{part}) would replace the whole of it in {path}: give --out")
     results.make_room(path)
+    results.refuse_other(path, arguments.command)
     return path
 
 

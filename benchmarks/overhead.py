@@ -107,6 +107,8 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
     chosen = arguments.variants or (QUICK_VARIANTS if quick else list(VARIANTS))
     chosen = [REFERENCE, *(name for name in chosen if name != REFERENCE)]
     if not peers.installed():
+        if arguments.variants and any(VARIANTS[name].library == "orthogonium" for name in arguments.variants):
+            raise ValueError(f"--variants has layers of orthogonium: {'; '.join(peers.missing())}")
         chosen = [name for name in chosen if VARIANTS[name].library != "orthogonium"]
     limits = Limits(
         arguments.rounds or (2 if quick else 5),
@@ -134,6 +136,8 @@ def _measure_network(cases: list[Case], chosen: list[str], limits: Limits) -> li
 def _measure_case(case: Case, chosen: list[str], limits: Limits, failed: dict[str, str]) -> dict[str, dict[str, Any]]:
     rows = _memory(case, chosen, limits, failed)
     works = [name for name in chosen if "error" not in rows[name]]
+    if not works:
+        return rows
     models = {name: build(case.network, case.size, name) for name in works}
     x, labels = images(case.batch, case.size)
     options: Any = {"patience": limits.seconds / 4, "label": str(case)}

@@ -107,6 +107,7 @@ def _section(name: str, result: dict[str, Any] | None) -> list[str]:
 def _origin(result: dict[str, Any]) -> list[str]:
     machine, versions = result["machine"], result["versions"]
     with_what = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    with_what += f"; code {result['code']}" if "code" in result else ""
     took = f" It took {result['seconds'] / 60:.1f} minutes." if "seconds" in result else ""
     kind = " A quick run: few samples of small cases." if result["quick"] else ""
     return [

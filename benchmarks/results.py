@@ -20,6 +20,7 @@ from trysquare.files import check_writable, write_whole
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks" / "results"
+FIELDS = ("command", "line", "date", "quick", "threads", "machine", "versions", "missing", "data")
 PACKAGES = ("torch", "numpy", "orthogonium", "einops", "matplotlib")
 
 
@@ -115,22 +116,47 @@ def make_room(path: Path) -> None:
     check_writable(path)
 
 
+def refuse_other(path: Path, command: str) -> None:
+    """Let nothing but a result of the same command be replaced.
+
+    Raises:
+        ValueError: if there is another file.
+    """
+    if not path.is_file() or not path.stat().st_size:
+        return
+    try:
+        other = json.loads(path.read_text())["command"]
+    except (ValueError, TypeError, LookupError):
+        other = None
+    if other != command:
+        raise ValueError(f"{path} is {f'a result of {other}' if other else 'no result'}: it is not replaced")
+
+
 def read(folder: Path) -> dict[str, dict[str, Any]]:
     """All results in a folder, by command.
 
     Raises:
-        ValueError: if there is no such folder, or a file in it is not a result; it names the file.
+        ValueError: if there is no such folder, a file in it is not a result, or two are of one command; it names the
+            file.
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
-    found = (_result(path) for path in sorted(folder.glob("*.json")))
-    return {result["command"]: result for result in found}
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob("*.json")):
+        result = _result(path)
+        if result["command"] in found:
+            raise ValueError(f"{path} is a second result of {result['command']}: keep it in another folder")
+        found[result["command"]] = result
+    return found
 
 
 def _result(path: Path) -> dict[str, Any]:
     try:
         result = json.loads(path.read_text())
-        if result["command"] in TITLES and "data" in result:
+        lost = [name for name in FIELDS if name not in result]
+        if lost:
+            raise KeyError(f"it has no {', '.join(lost)}")
+        if result["command"] in TITLES:
             return result  # type: ignore[no-any-return]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is not a result: {error}") from error

@@ -2,7 +2,7 @@
 
 Each row of numbers is fitted by a power, least squares on logarithmic scales: time ~ channels ** exponent. The overhead
 is what a training step of ResNet-18 takes longer than with ``nn.Conv2d``, as a share of that; its power is fitted where
-it is positive.
+it is positive in three places or more.
 """
 
 from __future__ import annotations
@@ -113,6 +113,8 @@ def describe(data: dict[str, Any]) -> list[Part]:
 
 
 def _fitted(x: list[float], y: list[float]) -> str:
+    if len(x) < 3:
+        return "too few"
     power = fit_power(x, y)
     return f"{power.exponent:.2f} (R² {power.explained:.2f})"
 
@@ -140,7 +142,7 @@ def _overhead(kind: str, entries: list[dict[str, Any]]) -> list[Part]:
             continue
         extra = [ratio(entry["seconds"][name], entry["seconds"][REFERENCE]) - 1 for entry in entries]
         positive = [(v, e) for v, e in zip(x, extra, strict=True) if e > 0]
-        exponent = _fitted(*map(list, zip(*positive, strict=True))) if len(positive) > 1 else "none"
+        exponent = _fitted([v for v, _ in positive], [e for _, e in positive])
         rows.append([name, *(f"+{e:.0%}" if e >= 0 else f"{e:.0%}" for e in extra), exponent])
         series[name] = ([v for v, _ in positive], [100 * e for _, e in positive])
     other = "image size" if kind == "batch" else "batch"

@@ -41,8 +41,8 @@ def orthogonalizers():
 
 def scaling():
     kernels = [{"value": value, "seconds": {"trysquare": [value**2.0], "orthogonium": [100.0]}} for value in (2, 4, 8)]
-    seconds = [{"Conv2d": [1.0 * b], "AOC": [1.0 * b + 1], "orthogonium AOC": [1.0 * b + 4]} for b in (1, 4)]
-    steps = [{"batch": b, "image size": 32, "seconds": row} for b, row in zip((1, 4), seconds, strict=True)]
+    seconds = [{"Conv2d": [1.0 * b], "AOC": [1.0 * b + 1], "orthogonium AOC": [1.0 * b + 4]} for b in (1, 4, 8)]
+    steps = [{"batch": b, "image size": 32, "seconds": row} for b, row in zip((1, 4, 8), seconds, strict=True)]
     return {"kernels": {"channels": [*kernels, {**kernels[-1], "value": 16}]}, "overhead": {"batch": steps}}
 
 

@@ -124,7 +124,9 @@ def test_page_and_figures_are_written(tmp_path):
     assert linked == {f"figures/{path.name}" for path in (tmp_path / "figures").iterdir()}
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"command": "nope", "data": 1}', '{"data": 1}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"command": "nope", "data": 1}', '{"data": 1}', '{"command": "counts", "data": {}}']
+)
 def test_damaged_results_are_named_and_the_page_stays(tmp_path, capsys, content):
     (tmp_path / "page.md").write_text("old")
     (tmp_path / "bad.json").write_text(content)

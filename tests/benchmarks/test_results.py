@@ -45,5 +45,26 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
     assert json.loads(path.read_text()) == {"command": "counts"}
 
 
+def test_nothing_but_a_result_of_the_same_command_is_replaced(tmp_path):
+    path = tmp_path / "x.json"
+    results.refuse_other(path, "counts")
+    results.write({"command": "counts"}, path)
+    results.refuse_other(path, "counts")
+    with pytest.raises(ValueError, match=r"x\.json is a result of counts: it is not replaced"):
+        results.refuse_other(path, "kernels")
+    path.write_text("my diary")
+    with pytest.raises(ValueError, match=r"x\.json is no result"):
+        results.refuse_other(path, "counts")
+
+
+def test_two_results_of_one_command_are_refused(tmp_path):
+    for name in ("a", "b"):
+        results.write(
+            results.record(results.about("counts", ["counts"], False, []), 1.0, {}), tmp_path / f"{name}.json"
+        )
+    with pytest.raises(ValueError, match=r"b\.json is a second result of counts"):
+        results.read(tmp_path)
+
+
 def test_quick_results_do_not_replace_real_ones():
     assert results.default_path("counts", True) != results.default_path("counts", False)

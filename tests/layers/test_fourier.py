@@ -371,3 +371,11 @@ def test_sandwiches_have_plain_layers_for_one_size(make_layer, shape):
     if not layer.transposed and max(layer.stride) > 1:
         with pytest.raises(ValueError, match="must be multiples of stride"):
             layer.at_size(*(size + 1 for size in shape[1:]))
+
+
+@pytest.mark.parametrize("channels", [(2, 6), (6, 2)])
+@pytest.mark.parametrize("method", ["cayley", "lot", "eco"])
+def test_responses_are_plain_tensors(method, channels):
+    response = ts.FourierOrthoConv2d(*channels, 3, method=method).response((4, 4))
+    assert not response.is_conj()
+    torch.view_as_real(response)

@@ -6,7 +6,7 @@ import torch
 
 from trysquare.linalg import inverse as module
 from trysquare.linalg.inverse import inverse
-from trysquare.linalg.unitary import polish, polished
+from trysquare.linalg.unitary import corrected, polish
 
 AFTER_THREADS_WERE_SET = """
 import torch
@@ -19,6 +19,10 @@ x = torch.randn(2, 160, 6, 6)
 torch.testing.assert_close(layer(x).sub(layer.bias.view(-1, 1, 1)).norm(), x.norm())
 blocks = torch.linalg.svdvals(ts.linalg.ORTHOGONALIZERS["cayley"].apply(torch.randn(3, 160, 160, dtype=torch.float64)))
 torch.testing.assert_close(blocks, torch.ones_like(blocks))
+cayley = ts.linalg.ORTHOGONALIZERS["cayley"].apply
+matrix = torch.randn(3, 160, 200, dtype=torch.float64) / 10
+torch.testing.assert_close(torch.vmap(cayley)(matrix), cayley(matrix))
+torch.testing.assert_close(torch.compile(cayley, backend="aot_eager")(matrix), cayley(matrix))
 """
 
 
@@ -29,6 +33,14 @@ def test_inverse_of_every_matrix(shape, rows, dtype):
     eye = torch.eye(rows, dtype=dtype)
     matrix = 2 * eye + torch.randn(*shape, rows, rows, dtype=dtype) / rows**0.5
     torch.testing.assert_close(inverse(matrix) @ matrix, eye.expand_as(matrix))
+
+
+@pytest.mark.parametrize("rows", [129, 300])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_inverse_by_blocks(rows, dtype):
+    free = torch.randn(2, rows, rows, dtype=dtype)
+    matrix = torch.eye(rows, dtype=dtype) + free - free.mH
+    torch.testing.assert_close(module._by_blocks(matrix), torch.stack([torch.linalg.inv(one) for one in matrix]))
 
 
 def test_large_matrices_after_the_number_of_threads_was_set():
@@ -52,4 +64,4 @@ def test_polishing_does_not_change_derivatives():
         rotation = torch.linalg.matrix_exp(free - free.mT)
         return torch.autograd.grad(step(rotation), free, direction)[0]
 
-    torch.testing.assert_close(gradient(polished), gradient(polish), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient(corrected), gradient(polish), rtol=1e-12, atol=1e-12)

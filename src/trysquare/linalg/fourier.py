@@ -80,7 +80,7 @@ def free_response(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
 
 
 def _cayley(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
-    return cayley(free_response(kernel, sizes, dilation))
+    return cayley(free_response(kernel, sizes, dilation)).resolve_conj()
 
 
 def _lot(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:

@@ -3,7 +3,8 @@
 Every function takes ``(..., n, m)`` in float32 or float64 and returns the same shape with
 orthonormal rows if ``n <= m``, orthonormal columns otherwise. None returns a matrix that is not
 orthonormal: what an iteration or a formula could not reach raises ``ArithmeticError`` (on the CPU
-at once; on an accelerator as a device-side assertion, so that nothing stalls).
+at once; on an accelerator as a device-side assertion, so that nothing stalls, and in a compiled graph
+as the ``RuntimeError`` of an assertion).
 
 ================= ============================= ============================ ==================================
 name              result                        exact for                    reaches
@@ -33,7 +34,7 @@ from trysquare.linalg.functions import apply_function, backward_of_first, keep, 
 from trysquare.linalg.inverse import inverse
 from trysquare.linalg.orthonormal import orthonormal_rows
 from trysquare.linalg.precision import full_precision, host_can_look, unwrapped
-from trysquare.linalg.unitary import polish, polished
+from trysquare.linalg.unitary import corrected, polish
 from trysquare.naming import pick
 
 _BJORCK_STEPS = {torch.float32: 50, torch.float64: 80}
@@ -175,7 +176,7 @@ def cayley_rows(matrix: Tensor) -> Tensor:
     skew = upper - upper.mH + torch.matmul(lower.mH, lower)
     eye = torch.eye(n, dtype=matrix.dtype, device=matrix.device)
     half = inverse(eye + skew)  # of I + (I - A)(I + A)⁻¹
-    return polished(torch.cat([2 * half - eye, -2 * torch.matmul(lower, half)], dim=-2).mH)
+    return corrected(torch.cat([2 * half - eye, -2 * torch.matmul(lower, half)], dim=-2).mH)
 
 
 @on_rows
@@ -189,7 +190,7 @@ def exponential(matrix: Tensor) -> Tensor:
     """First rows of the exponential of the skew matrix whose first rows the free matrix gives."""
     n, m = matrix.shape[-2:]
     basis = exponential_of_few(matrix) if 2 * n < m else exponential_of_all(matrix)
-    return _checked(polished(basis), "exponential", _ENTRIES)
+    return _checked(corrected(basis), "exponential", _ENTRIES)
 
 
 def exponential_of_all(matrix: Tensor) -> Tensor:

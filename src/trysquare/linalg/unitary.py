@@ -59,10 +59,10 @@ def polish(matrix: Tensor) -> Tensor:
     return 1.5 * matrix - 0.5 * torch.matmul(torch.matmul(matrix, matrix.mH), matrix)
 
 
-def polished(matrix: Tensor) -> Tensor:
-    """``polish`` of what a formula makes orthonormal up to rounding.
+def corrected(matrix: Tensor) -> Tensor:
+    """``polish`` of what a formula makes orthonormal up to rounding, unseen by derivatives.
 
-    The step changes no orthonormal matrix, so that derivatives along those, of any order, do not see it.
+    The step changes no orthonormal matrix, so that derivatives along those, of any order, are the same without it.
     """
     values = matrix.detach()
     return matrix + (polish(values) - values)
