@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,6 +113,9 @@ def joined(device: str = "auto") -> Iterator[World]:
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    # What holds on to the group in cycles, such as torch's reducer, must go while there is an interpreter: threads of
+    # gloo that let go of tensors later abort the process.
+    atexit.register(gc.collect)
     try:
         yield World(chosen, dist.get_rank(), dist.get_world_size())
         # A process that ends while a thread of gloo still lets go of the tensors of its last sum is aborted by torch.
