@@ -8,8 +8,8 @@ from torch import Tensor
 from trysquare.linalg.precision import host_can_look
 
 # On the CPU, torch factorises the matrices of a batch in several threads at once. From 151 rows on that gives wrong
-# factors, often without an error, if `torch.set_num_threads` was called before (pytorch issue 142815). Some way below
-# that MKL has no blocks to share out.
+# factors, often without an error, if `torch.set_num_threads` was called before (pytorch issue 142815). This stays clear
+# of that.
 _MOST_ROWS = 128
 
 
