@@ -8,7 +8,8 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from random import Random
 from statistics import median
 from typing import Any, NamedTuple
@@ -176,6 +177,17 @@ def limit_memory(gigabytes: float) -> None:
     """Let allocations of this process fail beyond that much, before the system kills somebody for it."""
     most = int(gigabytes * 1e9)
     resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+@contextmanager
+def limited_memory(gigabytes: float) -> Iterator[None]:
+    """``limit_memory`` for a while."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    limit_memory(gigabytes)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def out_of_memory(error: Exception) -> bool:

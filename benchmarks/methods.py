@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import trysquare as ts
 from benchmarks import peers
-from benchmarks.measure import Call, Samples, interleaved, ratio, saved_bytes, weight_gradient
+from benchmarks.measure import Call, Samples, interleaved, limited_memory, ratio, saved_bytes, weight_gradient
 from benchmarks.networks import REFERENCE, exchange, fourier, ours, plain
 from benchmarks.options import amount, cifar10, count
 from benchmarks.peers import Make
@@ -36,6 +36,7 @@ from benchmarks.report import (
     milliseconds,
     with_ratios,
 )
+from benchmarks.results import usable_gigabytes
 from benchmarks.steps import evaluation
 from benchmarks.training import Task, certificate, train
 from trysquare.linalg.fourier import RESPONSES
@@ -166,12 +167,13 @@ def _step(layer: nn.Module, x: Tensor) -> Call:
 def _trained(name: str, make: Make, task: Task, budget: float) -> dict[str, Any]:
     torch.manual_seed(0)
     try:
-        model = exchange(ts.models.build(NETWORK, task.shape, 10, mean=0.5), make)
-        run = train(model, task, seconds=budget, label=f"training, {name}")
-        found = {"steps": len(run.losses), "seconds": run.seconds, "losses": run.losses}
-        found["parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        return {**found, **certificate(model, task)}
-    except (ArithmeticError, ValueError, RuntimeError) as error:
+        with limited_memory(usable_gigabytes()):
+            model = exchange(ts.models.build(NETWORK, task.shape, 10, mean=0.5), make)
+            run = train(model, task, seconds=budget, label=f"training, {name}")
+            found = {"steps": len(run.losses), "seconds": run.seconds, "losses": run.losses}
+            found["parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            return {**found, **certificate(model, task)}
+    except (ArithmeticError, ValueError, RuntimeError, MemoryError) as error:
         return {"error": f"{type(error).__name__}: {str(error)[:200]}"}
 
 

@@ -30,7 +30,7 @@ from benchmarks.measure import ChildError, Samples, in_child, interleaved, ratio
 from benchmarks.networks import NETWORKS, REFERENCE, VARIANTS, build
 from benchmarks.options import amount, count
 from benchmarks.report import Part, Plot, Table, better_peers, failures, megabytes, milliseconds, with_ratios
-from benchmarks.results import machine
+from benchmarks.results import usable_gigabytes
 from benchmarks.steps import evaluation, images, train_step
 from trysquare.progress import track
 
@@ -63,8 +63,8 @@ FULL = (
 )
 QUICK = (Case("resnet18", 32, 8),)
 QUICK_VARIANTS = (REFERENCE, "AOC", "AOC parsimonious", "orthogonium AOC")
-# Targets for AOC: its share of the time that orthogonium adds to the same network, and at ResNet-34 ratios to Conv2d, of
-# training by batch.
+# Targets for AOC: its share of the time that orthogonium adds to the same network, and at ResNet-34 ratios to Conv2d,
+# of training by batch.
 SHARE_OF_PEER = 1 / 6
 TARGETS = {"train": {8: 1.6, 32: 1.2}, "eval": 1.02, "memory": 1.05}
 PEER = "orthogonium "
@@ -115,7 +115,7 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.rounds or (2 if quick else 5),
         arguments.processes or (1 if quick else 3),
         arguments.limit or (100.0 if quick else 600.0),
-        arguments.memory or round(0.7 * machine()["memory_gb"], 1),
+        arguments.memory or usable_gigabytes(),
     )
     return {
         network: partial(_measure_network, [case for case in cases if case.network == network], chosen, limits)

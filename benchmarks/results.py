@@ -34,6 +34,11 @@ def machine() -> dict[str, Any]:
     }
 
 
+def usable_gigabytes() -> float:
+    """Memory that a benchmark may take of this machine."""
+    return round(0.7 * machine()["memory_gb"], 1)
+
+
 def system_field(path: str, name: str) -> str | None:
     """What one of Linux's ``name: value`` files says; ``None`` where there is no such file or name."""
     try:

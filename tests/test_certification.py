@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trysquare as ts
+from trysquare import certification
 from trysquare.certification import evaluating, pairwise_distances
 from trysquare.lipschitz import NoRuleError, follow_classifier
 
@@ -415,6 +416,21 @@ def test_the_reference_is_in_float64_whatever_the_model_asks_for():
             exact = at_x + model.bias.double()
         labels = predicted(model, x)
         assert ts.certify(model, (x, labels)).radii == 0 or exact.argmax() == labels
+
+
+def test_images_are_few_at_a_time_in_float64():
+    seen = []
+
+    class Recording(nn.Flatten):
+        def forward(self, x):
+            seen.append((len(x), x.dtype))
+            return super().forward(x)
+
+    images = torch.rand(40, 2, 3)
+    assert torch.equal(certification._in_float64(Recording(), images), images.double().flatten(1))
+    assert sum(count for count, _ in seen) == 40
+    assert max(count for count, _ in seen) <= 16
+    assert {dtype for _, dtype in seen} == {torch.float64}
 
 
 def test_parts_in_single_precision_do_not_keep_a_model_from_being_certified():

@@ -48,6 +48,8 @@ _SQRT2_UP = math.nextafter(math.sqrt(2), 2)
 _SHORTER = (torch.float32, torch.float16, torch.bfloat16)
 # Error of an evaluation in float64, relative to the largest logit.
 _FLOAT64_ERROR = 1e-12
+# On the CPU, torch's convolutions in float64 unfold the whole batch: with large kernels that is 100 MB for each image.
+_FLOAT64_IMAGES = 16
 
 
 def certified_radius(
@@ -447,9 +449,10 @@ class _OnlyFloat64(TorchDispatchMode):
 
 
 def _in_float64(reference: nn.Module, images: Tensor) -> Tensor:
+    pieces = images.split(_FLOAT64_IMAGES) if images.device.type == "cpu" else (images,)
     try:
         with _OnlyFloat64():
-            return reference(images.double())
+            return torch.cat([reference(piece.double()) for piece in pieces])
     except RuntimeError as error:
         raise ValueError(
             f"the model does not run in float64 ({error}), so its evaluation error cannot be measured: give "

@@ -1,10 +1,12 @@
+import resource
+
 import pytest
 import torch
 from benchmarks.orthogonalizers import CONDITIONS, _errors, with_condition
 from benchmarks.training import Run, Task, certificate, train
 
 import trysquare as ts
-from benchmarks import training
+from benchmarks import methods, training
 
 TASK = Task(None, batch=64, test_images=40)
 
@@ -57,3 +59,14 @@ def test_errors_are_those_of_the_singular_values():
 
     assert _errors(refuse) == ["refuses"] * len(CONDITIONS)
     assert _errors(lambda matrix: matrix / 0) == ["not finite"] * len(CONDITIONS)
+
+
+def test_a_method_that_takes_too_much_memory_is_a_row_that_says_so(monkeypatch):
+    def greedy(*shape):
+        return torch.empty(8 * 10**9, dtype=torch.uint8)
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    monkeypatch.setattr(methods, "usable_gigabytes", lambda: 6.0)
+    row = methods._trained("greedy", greedy, TASK, 1.0)
+    assert "allocate memory" in row["error"]
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ FEATURES = {
     "stride, few": (False, (2, 3), 3, {"stride": (2, 1)}, (6, 6)),
     "stride, many": (False, (1, 6), 3, {"stride": 2}, (6, 4)),
     "groups": (False, (4, 6), 3, {"groups": 2}, (3, 3)),
+    "one tap": (False, (4, 3), 1, {"stride": (2, 1)}, (4, 5)),
+    "one tap on an axis": (False, (3, 4), (3, 1), {}, (4, 5)),
     "kernel larger than the image": (False, (3, 3), 5, {}, (2, 3)),
     "transposed": (True, (8, 2), 3, {"stride": 2}, (3, 3)),
     "transposed groups": (True, (4, 6), 3, {"groups": 2}, (3, 2)),
@@ -219,6 +222,31 @@ def test_eco_has_few_taps_far_apart():
 def test_dilation_of_the_free_kernel(method):
     layer = ts.FourierOrthoConv2d(3, 3, 3, dilation=2, method=method, dtype=torch.float64)
     assert distance_from_orthogonal(layer, (3, 6, 5)) < 1e-11
+
+
+ONE_TAP = {
+    "cayley": partial(ts.FourierOrthoConv2d, method="cayley"),
+    "lot": partial(ts.FourierOrthoConv2d, method="lot"),
+    "sandwich": ts.SandwichConv2d,
+}
+
+
+@pytest.mark.parametrize("name", ONE_TAP)
+@pytest.mark.parametrize("kernel_size", [(1, 1), (1, 3), (3, 1)])
+def test_a_single_tap_has_one_block_along_its_axis(name, kernel_size):
+    few, many = (ONE_TAP[name](3, 4, size, bias=False, dtype=torch.float64) for size in (kernel_size, 3))
+    taps = (..., *(slice(1, 2) if k == 1 else slice(None) for k in kernel_size))
+    ours, theirs = next(few.parameters()), next(many.parameters())
+    with torch.no_grad():
+        theirs.zero_()[taps] = ours
+    x = torch.randn(2, 3, 5, 6, dtype=torch.float64)
+    torch.testing.assert_close(few(x), many(x))
+    for layer in (few, many):
+        layer(x).pow(3).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad[taps])
+    response = few.response((5, 6))
+    blocks = response[0] if name == "sandwich" else response
+    assert [stride == 0 for stride in blocks.stride()[:2]] == [k == 1 for k in kernel_size]
 
 
 def test_complex_matrices_as_real_ones():

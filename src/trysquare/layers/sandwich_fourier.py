@@ -14,7 +14,7 @@ from trysquare.geometry import Sizes, per_axis
 from trysquare.layers.activations import with_slopes_in_unit_interval
 from trysquare.layers.base import keeping_precision
 from trysquare.layers.fourier import ImageSized, Size, plain_layer
-from trysquare.linalg.fourier import apply_response, free_response
+from trysquare.linalg.fourier import apply_response, of_response
 from trysquare.linalg.orthogonalize import cayley_rows
 from trysquare.linalg.precision import at_least_float32, full_precision
 from trysquare.linalg.rescaling import limited, positive
@@ -84,9 +84,12 @@ class FrequencyResponse(Caching):
     def _built(self, sizes: Sizes) -> Tensor:
         with full_precision(self.free):
             bounded = limited(self.free, _MOST, dims=len(sizes))
-            b, a = self._ordered(cayley_rows(free_response(bounded, sizes, self.dilation)))
-            before, after = sandwich_pair(a, b, self.psi)
-            return torch.cat((before, after) if self.transposed else (after, before), -1)
+            return of_response(self._pair, bounded, sizes, self.dilation)
+
+    def _pair(self, blocks: Tensor) -> Tensor:
+        b, a = self._ordered(cayley_rows(blocks))
+        before, after = sandwich_pair(a, b, self.psi)
+        return torch.cat((before, after) if self.transposed else (after, before), -1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         return super()._apply(keeping_precision(fn, self.parameters()), recurse)

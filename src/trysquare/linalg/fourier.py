@@ -79,12 +79,28 @@ def free_response(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
     return _blocks(place_taps(kernel, sizes, dilation), len(sizes), half=True)
 
 
+def _frequencies(sizes: Sizes) -> Sizes:
+    """How many ``rfftn`` keeps on each axis."""
+    return (*sizes[:-1], sizes[-1] // 2 + 1)
+
+
+def of_response(function: Callable[[Tensor], Tensor], kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
+    """``function`` of the blocks of ``free_response``, one by one.
+
+    All frequencies of an axis with a single tap have the same block, which is made once and repeated without a copy.
+    """
+    dims = len(sizes)
+    differing = tuple(1 if k == 1 else size for k, size in zip(kernel.shape[-dims:], sizes, strict=True))
+    blocks = function(free_response(kernel, differing, dilation))
+    return blocks.expand(*_frequencies(sizes), *blocks.shape[dims:])
+
+
 def _cayley(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
-    return cayley(free_response(kernel, sizes, dilation)).resolve_conj()
+    return of_response(lambda blocks: cayley(blocks).resolve_conj(), kernel, sizes, dilation)
 
 
 def _lot(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
-    return as_complex(newton_schulz(as_real(free_response(kernel, sizes, dilation))))
+    return of_response(lambda blocks: as_complex(newton_schulz(as_real(blocks))), kernel, sizes, dilation)
 
 
 def divisor_from(least: int, size: int) -> int:
@@ -107,8 +123,7 @@ def _eco(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
     periods = eco_taps(tuple(kernel.shape[-dims:]), sizes)
     free = _blocks(place_taps(kernel, periods, (1,) * dims), dims, half=False)
     blocks = as_complex(exponential(as_real(free)))
-    frequencies = (*sizes[:-1], sizes[-1] // 2 + 1)
-    for axis, (count, period) in enumerate(zip(frequencies, periods, strict=True)):
+    for axis, (count, period) in enumerate(zip(_frequencies(sizes), periods, strict=True)):
         blocks = blocks.index_select(axis, torch.arange(count, device=blocks.device) % period)
     return blocks
 
