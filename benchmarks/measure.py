@@ -25,9 +25,6 @@ from trysquare.progress import track
 Call = Callable[[], Any]
 Samples = dict[str, list[float]]
 
-# How often a call is sampled that has used up its patience: enough for a median.
-_FEW = 3
-
 
 def interleaved(calls: dict[str, Call], rounds: int, *, patience: float = math.inf, label: str = "") -> Samples:
     """Seconds of each call, taken in turns so that all see the same state of the machine.
@@ -37,7 +34,7 @@ def interleaved(calls: dict[str, Call], rounds: int, *, patience: float = math.i
     Args:
         calls: what to time; each runs once before, which does not count.
         rounds: samples of each.
-        patience: a call that has taken more seconds than this is sampled in the first three rounds only.
+        patience: a call whose samples have taken more seconds than this is sampled no more.
         label: of the progress bar.
     """
     times: Samples = {name: [] for name in calls}
@@ -45,7 +42,7 @@ def interleaved(calls: dict[str, Call], rounds: int, *, patience: float = math.i
     for number in track(range(rounds + 1), label or "timing", rounds + 1):
         for name in order:
             taken = times[name]
-            if len(taken) < _FEW or sum(taken) < patience:
+            if not taken or sum(taken) < patience:
                 seconds = _seconds(calls[name])
                 if number:
                     taken.append(seconds)

@@ -141,7 +141,7 @@ def _measure_case(case: Case, chosen: list[str], limits: Limits, failed: dict[st
         return rows
     models = {name: build(case.network, case.size, name) for name in works}
     x, labels = images(case.batch, case.size)
-    options: Any = {"patience": limits.seconds / 4, "label": str(case)}
+    options: Any = {"patience": limits.seconds / 8, "label": str(case)}
     trained = interleaved({name: train_step(models[name], x, labels) for name in works}, limits.rounds, **options)
     for model in models.values():
         model.zero_grad()

@@ -1,7 +1,6 @@
 import math
 import os
 import sys
-import time
 from functools import partial
 
 import pytest
@@ -20,6 +19,8 @@ from benchmarks.measure import (
 from benchmarks.results import ROOT
 from torch import nn
 
+from benchmarks import measure
+
 
 def test_calls_take_turns():
     order = []
@@ -32,12 +33,13 @@ def test_calls_take_turns():
     assert all(seconds >= 0 for row in samples.values() for seconds in row)
 
 
-def test_calls_that_take_too_long_are_sampled_less():
+def test_calls_that_take_too_long_are_sampled_less(monkeypatch):
+    monkeypatch.setattr(measure, "_seconds", lambda call: call())
     calls = []
-    samples = interleaved({"slow": lambda: (calls.append(1), time.sleep(0.01)), "fast": lambda: None}, 6, patience=0.01)
-    assert len(samples["slow"]) == 3
-    assert len(calls) == 4  # the first does not count
-    assert len(samples["fast"]) == 6
+    slow = {"slow": lambda: calls.append(1) or 10.0, "slower": lambda: 30.0, "fast": lambda: 1.0}
+    samples = interleaved(slow, 6, patience=20.0)
+    assert {name: len(taken) for name, taken in samples.items()} == {"slow": 2, "slower": 1, "fast": 6}
+    assert len(calls) == 3  # the first does not count
 
 
 def test_a_ratio_is_within_turns():
