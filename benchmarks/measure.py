@@ -170,23 +170,25 @@ def peak_bytes() -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
-def limit_memory(gigabytes: float) -> None:
-    """Let allocations of this process fail beyond that much, before the system kills somebody for it."""
-    most = int(gigabytes * 1e9)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-
-
 @contextmanager
 def limited_memory(gigabytes: float) -> Iterator[None]:
-    """``limit_memory`` for a while."""
+    """Let allocations of this process fail beyond that much, before the system kills somebody for it.
+
+    Raises:
+        MemoryError: if they do.
+    """
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    limit_memory(gigabytes)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(gigabytes * 1e9), before[1]))
     try:
         yield
+    except Exception as error:
+        if not _out_of_memory(error):
+            raise
+        raise MemoryError(f"needs more than {gigabytes:g} GB of memory") from error
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def out_of_memory(error: Exception) -> bool:
+def _out_of_memory(error: Exception) -> bool:
     """Whether torch, or Python, could not allocate."""
     return isinstance(error, MemoryError) or "allocate memory" in str(error)

@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from benchmarks.measure import limit_memory, out_of_memory, peak_bytes, saved_bytes
+from benchmarks.measure import limited_memory, peak_bytes, saved_bytes
 from benchmarks.networks import build
 from benchmarks.steps import evaluation, images, train_step
 
@@ -36,10 +36,8 @@ if __name__ == "__main__":
     network, size, batch, variant, mode, threads, gigabytes = sys.argv[1:]
     if int(threads) != torch.get_num_threads():  # setting it has side effects: see linalg.inverse
         torch.set_num_threads(int(threads))
-    limit_memory(float(gigabytes))
     try:
-        print(json.dumps(measure(network, int(size), int(batch), variant, mode)))
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        sys.exit(f"needs more than {gigabytes} GB of memory")
+        with limited_memory(float(gigabytes)):
+            print(json.dumps(measure(network, int(size), int(batch), variant, mode)))
+    except MemoryError as error:
+        sys.exit(str(error))

@@ -9,9 +9,9 @@ they would cost what that costs. Its copies of the originals are as these are: s
 (Cayley's kernels are 1 x 1 then), SOC with zeros around the map and 5 terms in training, BCOP with 12 steps of Björck.
 "BCOP, original style" emulates strides too, and iterates until it has converged.
 
-Times are medians, all variants in turns; a ratio is the median of those within each turn, so not quite that of the
-medians. Memory is the peak of a fresh process for each variant in three steps, interpreter included; "saved" is what
-autograd keeps for backward. Steps are those of SGD without momentum, which has no state of its own.
+Times are medians, all variants in turns, slow ones in fewer; a ratio is the median of those within each turn, so not
+quite that of the medians. Memory is the peak of a fresh process for each variant in three steps, interpreter included;
+"saved" is what autograd keeps for backward. Steps are those of SGD without momentum, which has no state of its own.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, help="only these")
     parser.add_argument("--batches", type=count, nargs="+", help="only these of ResNet-34, such as 128; 8 and 32")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="; ".join(VARIANTS))
-    parser.add_argument("--rounds", type=count, help="samples of each time; 5 (--quick: 2)")
+    parser.add_argument("--rounds", type=count, help="samples of each time, fewer of slow ones; 5 (--quick: 2)")
     parser.add_argument("--processes", type=count, help="samples of each peak of memory; 3 (--quick: 1)")
     parser.add_argument("--memory", type=amount, help="gigabytes that a network may take; 70 %% of the machine's")
     parser.add_argument("--limit", type=amount, help="seconds that three steps may take; 600 (--quick: 100)")

@@ -120,13 +120,13 @@ def test_child_gives_json_or_says_why_not(tmp_path, monkeypatch):
 def test_too_much_memory_fails_instead_of_killing(tmp_path, monkeypatch):
     (tmp_path / "greedy.py").write_text(
         "import sys, torch\n"
-        "from benchmarks.measure import limit_memory, out_of_memory\n"
-        "limit_memory(2)\n"
+        "from benchmarks.measure import limited_memory\n"
         "try:\n"
-        "    torch.empty(10**9)\n"
-        "except RuntimeError as error:\n"
-        "    sys.exit('needs more' if out_of_memory(error) else 'something else')\n"
+        "    with limited_memory(2):\n"
+        "        torch.empty(10**9)\n"
+        "except MemoryError as error:\n"
+        "    sys.exit(str(error))\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    with pytest.raises(ChildError, match="needs more"):
+    with pytest.raises(ChildError, match="needs more than 2 GB of memory"):
         in_child("greedy", [], 120)

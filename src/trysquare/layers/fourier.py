@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from trysquare.geometry import Sizes, check_groups, per_axis
 from trysquare.layers.explicit import Application
 from trysquare.layers.pooling import depth_to_space, space_to_depth
-from trysquare.linalg.fourier import RESPONSES, apply_response, eco_taps, explicit_kernel, orthogonal_response
+from trysquare.linalg.fourier import (
+    RESPONSES,
+    apply_response,
+    eco_taps,
+    explicit_kernel,
+    orthogonal_response,
+    wide_sizes,
+)
 from trysquare.linalg.precision import at_least_float32
 from trysquare.naming import pick, refuse_arguments
 from trysquare.parametrizations import METHODS
@@ -213,15 +220,15 @@ class _FourierConvolution(ImageSized):
     def equivalent_kernel_size(self, *sizes: int) -> tuple[int, ...]:
         """Taps of the kernel on each axis, for an input of the given sizes: as many as the finer map has positions.
 
-        ECO may have fewer, which are spread over the whole map: on each axis, of the domain after the stride, the
-        smallest divisor of its size that is at least ``kernel_size``.
+        On an axis with a single tap of the free kernel they are as many as the stride. ECO may have fewer, which are
+        spread over the whole map: on each axis, of the domain after the stride, the smallest divisor of its size that
+        is at least ``kernel_size``.
 
         >>> FourierOrthoConv2d(4, 4, 3, method="eco").equivalent_kernel_size(32, 33)
         (4, 3)
         """
-        taps = self.coarse_sizes(per_axis("sizes", sizes, self.dims))
-        if self.method == "eco":
-            taps = eco_taps(self.kernel_size, taps)
+        taps_of = eco_taps if self.method == "eco" else wide_sizes
+        taps = taps_of(self.kernel_size, self.coarse_sizes(per_axis("sizes", sizes, self.dims)))
         return tuple(count * s for count, s in zip(taps, self.stride, strict=True))
 
     def at_size(self, *sizes: int) -> nn.Module:

@@ -84,14 +84,20 @@ def _frequencies(sizes: Sizes) -> Sizes:
     return (*sizes[:-1], sizes[-1] // 2 + 1)
 
 
-def of_response(function: Callable[[Tensor], Tensor], kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
-    """``function`` of the blocks of ``free_response``, one by one.
+def wide_sizes(kernel_size: Sizes, sizes: Sizes) -> Sizes:
+    """The sizes, but 1 along axes with a single tap: there all frequencies have the same block.
 
-    All frequencies of an axis with a single tap have the same block, which is made once and repeated without a copy.
+    >>> from trysquare.linalg.fourier import wide_sizes
+    >>> wide_sizes((3, 1), (8, 9))
+    (8, 1)
     """
+    return tuple(1 if k == 1 else size for k, size in zip(kernel_size, sizes, strict=True))
+
+
+def of_response(function: Callable[[Tensor], Tensor], kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
+    """``function`` of each block of ``free_response``; equal ones are made once, and repeated without a copy."""
     dims = len(sizes)
-    differing = tuple(1 if k == 1 else size for k, size in zip(kernel.shape[-dims:], sizes, strict=True))
-    blocks = function(free_response(kernel, differing, dilation))
+    blocks = function(free_response(kernel, wide_sizes(tuple(kernel.shape[-dims:]), sizes), dilation))
     return blocks.expand(*_frequencies(sizes), *blocks.shape[dims:])
 
 
