@@ -65,11 +65,9 @@ VARIANTS: dict[str, Variant] = {
     "AOC parsimonious": Variant("AOC parsimonious", "trysquare", ours("aoc", parsimonious=True)),
     "BCOP, original style": Variant("BCOP", "trysquare", original_bcop),
     "SOC": Variant("SOC", "trysquare", ours("soc")),
+    "SOC, 3 terms": Variant("adaptive SOC", "trysquare", ours("soc", terms=3)),
     "Cayley": Variant("Cayley", "trysquare", fourier("cayley")),
-    **{
-        f"orthogonium {name}": Variant(name.removeprefix("adaptive "), "orthogonium", make)
-        for name, make in peers.LAYERS.items()
-    },
+    **{f"orthogonium {name}": Variant(name, "orthogonium", make) for name, make in peers.LAYERS.items()},
 }
 # Not orthogonal, so not in the paper's table of costs.
 del VARIANTS["orthogonium AOL"]

@@ -34,11 +34,12 @@ class ParametrizedWeight(nn.Module):
         """``self.weight``, without torch's detour over the parametrization where the cache has it."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self._cache.fresh():
             return self.weight
-        # Somebody may have taken the parametrization off, or added another one after it.
+        return self._cache.weight if self._is_as_made() else self.weight
+
+    def _is_as_made(self) -> bool:
+        """Whether nobody has taken the parametrization off, or added another one after it."""
         held = self._modules.get("parametrizations")
-        if held is None or len(held._modules["weight"]._modules) != 1:  # type: ignore[union-attr]
-            return self.weight
-        return self._cache.weight
+        return held is not None and len(held._modules["weight"]._modules) == 1  # type: ignore[union-attr,arg-type]
 
     @property
     def parametrization(self) -> Parametrization:

@@ -12,15 +12,19 @@ from dataclasses import replace
 from math import prod
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from trysquare.geometry import ConvGeometry, Pads, check_circular_size, per_axis
 from trysquare.layers.base import ParametrizedWeight, check_dtype, copy_weights, factory_of
 from trysquare.layers.explicit import Application
 from trysquare.layers.padding import CONV, PLAIN_CONV, crops, crops_for, flat, native_crop, symmetric
+from trysquare.layers.series import Series
 from trysquare.layers.wrapping import circular_convolution, circular_pad
 from trysquare.linalg.orthogonalize import orthogonalizer as find_orthogonalizer
+from trysquare.linalg.precision import at_least_float32
 from trysquare.parametrizations import find_method
 
 Size = int | Sequence[int]
@@ -48,6 +52,7 @@ class _OrthogonalConvolution(ParametrizedWeight):
     padding_mode: Any
     _pads: Pads
     _application: Application
+    _series: Series | None
     _padding_argument: str | Size
     _note: str
     _kernel_argument: tuple[int, ...]
@@ -91,8 +96,35 @@ class _OrthogonalConvolution(ParametrizedWeight):
         self._application = Application(*numbers, self._pads, self.padding_mode, geometry.transposed)
         chosen: Any = find_method(method, options)
         made = chosen(geometry, orthogonalizer, **options, **factory_of(self.weight))
+        self._series = Series.of(made, geometry, self._application)
         self._note = f", {made.note}" if made.note else ""
         self._parametrize_weight(made)
+
+    def _goes_by_series(self) -> bool:
+        """Whether to train without the weight. Bounds are those of the weight, so in eval mode it is what counts.
+
+        A short dtype wants it too: it is rounded once, the terms each by itself.
+        """
+        if self._series is None or not self.training or not self._is_as_made():
+            return False
+        dtype = self.parametrization.like.dtype
+        return dtype == at_least_float32(dtype)
+
+    def _apply_series(self, x: Tensor) -> Tensor:
+        assert self._series is not None
+        matrix, skew = self._factors()
+        return self._series(x, matrix, skew, self.bias)
+
+    def _factors(self) -> Any:
+        """What the series is made of; within ``parametrize.cached()`` made once, as a weight would be."""
+        made: Any = self.parametrization
+        if not parametrize._cache_enabled or torch.compiler.is_compiling():
+            return made.factors(*self.free_tensors)
+        kept: dict[Any, Any] = parametrize._cache
+        key = (id(made), "factors")
+        if key not in kept:
+            kept[key] = made.factors(*self.free_tensors)
+        return kept[key]
 
     def as_torch(self) -> nn.Module:
         """A plain layer of torch, and padding layers where torch has no argument for the padding."""
@@ -261,6 +293,8 @@ class _Convolution(_OrthogonalConvolution):
                 input.
         """
         self._check_axes(input)
+        if self._goes_by_series():
+            return self._apply_series(input)
         if self.padding_mode == "circular":
             return self._convolve_around(input)
         if isinstance(self.padding, tuple):
@@ -369,6 +403,8 @@ class _TransposedConvolution(_OrthogonalConvolution):
             sizes = input.shape[-self.dims :]
             cut = crops_for(self.geometry, self._pads, self.padding_mode, sizes, output_size)
             application = replace(application, pads=cut)
+        if application.pads == self._pads and self._goes_by_series():
+            return self._apply_series(input)
         return application(input, self._current_weight(), self.bias)
 
     def adjoint(self) -> Any:

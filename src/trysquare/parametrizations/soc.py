@@ -1,10 +1,10 @@
 """SOC (Singla and Feizi, 2021): the exponential of a skew kernel, as one explicit kernel.
 
 A kernel ``S`` with ``Sᵀ = -S`` has an orthogonal exponential. Its Taylor polynomial ``Σ_{j <= t} Sʲ / j!`` is formed by
-block convolution (the paper, appendix E) once for each weight, not once for each input. The polynomial differs from the
-exponential by at most ``Σ_{j > t} ‖S‖ʲ / j!``, so the norm of ``S`` must be known: the free kernel is divided by a
-certified bound of its norm *before* it is made skew, which keeps it skew. Singular values are then within that sum of
-1.
+block convolution (the paper, appendix E) once for each weight; in training a layer takes ``factors`` and applies the
+terms to its input (``layers.series``). The polynomial differs from the exponential by at most ``Σ_{j > t} ‖S‖ʲ / j!``,
+so the norm of ``S`` must be known: the free kernel is divided by a certified bound of its norm *before* it is made
+skew, which keeps it skew. Singular values are then within that sum of 1.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from trysquare.geometry import ConvGeometry, Sizes, positive
 from trysquare.linalg.kernels import adjoint, compose, exponential_kernel
 from trysquare.linalg.norms import kernel_norm_bound
+from trysquare.linalg.precision import at_least_float32, full_precision
 from trysquare.parametrizations.composed import Composed
 
 _TOLERANCE = 1e-6
@@ -141,6 +142,25 @@ class SOC(Composed):
         groups = len(scaled)
         flat = scaled.flatten(0, 1)
         return (flat - adjoint(flat, groups)).view_as(scaled)
+
+    def factors(self, *free: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The matrix and the skew kernel, in torch's layout and the layer's dtype.
+
+        The convolution with the weight is that with the exponential of the skew kernel, then that with the matrix,
+        which is the identity if there is none; the other way round where the weight is built from its adjoint.
+        """
+        self._be_tended()
+        with full_precision(free[0]):
+            exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]
+            skew = self._blocks(self.skew(exact[-1]))
+            if not self._matrix_count:
+                return None, skew
+            return self._blocks(self._split_taps(self.matrix(exact[0])).movedim((-2, -1), (1, 2))), skew
+
+    def _blocks(self, kernel: Tensor) -> Tensor:
+        """``(g, n, m, *k)`` to ``(g n, m, *k)``, transposed where the weight is."""
+        kernel = kernel.transpose(1, 2) if self.geometry.built_from_adjoint else kernel
+        return kernel.flatten(0, 1).to(self.like.dtype)
 
     def composed(self, kernel: Tensor, *inner: Tensor) -> Tensor:
         """The matrix, then the exponential."""

@@ -1,0 +1,182 @@
+"""SOC by its terms, one after the other: the same function as the convolution with its kernel, for less."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn.utils import parametrize
+from torch.utils.flop_counter import FlopCounterMode
+
+import trysquare as ts
+from tests.oracle import CONV, CONV_TRANSPOSE
+from tests.test_methods import FEATURES, make
+from trysquare.layers import series
+from trysquare.parametrizations import soc
+
+# What the terms do not do, or not for less.
+WITH_KERNEL = {
+    "not square", "shortcut", "transposed groups",
+    "1-D", "1-D stride", "1-D transposed", "3-D stride", "3-D transposed",
+}  # fmt: skip
+
+
+def by_kernel(layer, x):
+    """The same layer with its kernel as an ordinary tensor."""
+    return layer._application(x, layer.weight, layer.bias)
+
+
+@pytest.fixture
+def no_kernel(monkeypatch):
+    """Building the kernel is an error."""
+
+    def refuse(*args, **options):
+        raise AssertionError("the kernel was built")
+
+    monkeypatch.setattr(soc, "exponential_kernel", refuse)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_terms_and_kernel_are_the_same_function_with_the_same_gradients(feature):
+    layer, shape = make("soc", feature, terms=4)
+    x = torch.randn(2, *shape, dtype=torch.float64, requires_grad=True)
+    found, expected = layer(x), by_kernel(layer, x)
+    torch.testing.assert_close(found, expected)
+    direction = torch.randn_like(found)
+    sources = [x, *layer.parameters()]
+    torch.testing.assert_close(
+        torch.autograd.grad(found, sources, direction), torch.autograd.grad(expected, sources, direction)
+    )
+    torch.testing.assert_close(layer(x[0]), expected[0])
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_which_layers_do_without_their_kernel(feature):
+    layer, _ = make("soc", feature)
+    assert (layer._series is None) == (feature in WITH_KERNEL)
+
+
+@pytest.mark.parametrize("method", [name for name in ts.METHODS if name != "soc"])
+def test_only_soc_has_terms(method):
+    assert make(method, "square")[0]._series is None
+
+
+@pytest.mark.parametrize(("channels", "padding", "options"),
+    [
+        ((4, 4), 9, {}), ((4, 6), 9, {"stride": 2}), ((4, 6), (8, 9), {"stride": 2}), ((3, 5), 9, {}),
+        ((4, 4), "same", {"stride": 2, "dilation": 2}), ((6, 4), "same", {"stride": 2, "dilation": 2}),
+        ((4, 6), "same", {"stride": 3, "dilation": 2}), ((4, 6), "same", {"stride": (1, 2), "dilation": (3, 1)}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("layers", [CONV, CONV_TRANSPOSE])
+def test_padding(layers, channels, padding, options):
+    first, second = channels if layers is CONV else channels[::-1]
+    layer = layers[2](first, second, 3, padding=padding, method="soc", dtype=torch.float64, **options)
+    x = torch.randn(2, first, 12, 18, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), by_kernel(layer, x))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2, 1), (1, 5)])
+def test_images_smaller_than_the_kernels(size):
+    layer = ts.OrthoConv2d(3, 3, 5, method="soc", dtype=torch.float64)
+    x = torch.randn(2, 3, *size, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), by_kernel(layer, x))
+
+
+@pytest.mark.parametrize(
+    "options", [{"padding_mode": "zeros"}, {"padding": "valid"}, {"padding": 1}, {"padding": (8, 9)}]
+)
+def test_borders_that_the_terms_would_meet_anew_keep_the_kernel(options):
+    assert ts.OrthoConv2d(4, 4, 3, method="soc", **options)._series is None
+
+
+@pytest.mark.usefixtures("no_kernel")
+def test_training_does_not_build_the_kernel():
+    layer = ts.OrthoConv2d(4, 4, 3, method="soc")
+    y = layer(torch.randn(1, 4, 6, 6))
+    (layer.adjoint()(y) + layer.inverse()(y)).sum().backward()
+
+
+def test_evaluation_is_the_weight_that_bounds_are_about():
+    layer = ts.OrthoConv2d(4, 4, 3, method="soc").eval()
+    x = torch.randn(1, 4, 6, 6)
+    assert torch.equal(layer(x), by_kernel(layer, x))
+
+
+def test_terms_cost_less_than_the_kernel():
+    layer = ts.OrthoConv2d(32, 32, 3, method="soc")
+    x = torch.randn(4, 32, 8, 8)
+
+    def cost(apply):
+        with FlopCounterMode(display=False) as counter:
+            apply(layer, x).sum().backward()
+        return counter.get_total_flops()
+
+    assert 10 * cost(lambda layer, x: layer(x)) < cost(by_kernel)
+
+
+def test_short_types_round_one_kernel_once():
+    layer = ts.OrthoConv2d(4, 4, 3, method="soc").bfloat16()
+    x = torch.randn(2, 4, 6, 6, dtype=torch.bfloat16)
+    assert layer._series is not None
+    assert torch.equal(layer(x), by_kernel(layer, x))
+
+
+def test_autocast_gives_what_it_gives_with_a_kernel():
+    layer = ts.OrthoConv2d(4, 6, 3, stride=2, method="soc")
+    x = torch.randn(2, 4, 6, 6)
+    for each in (layer, ts.OrthoConv2d(4, 4, 3, method="soc")):
+        with torch.autocast("cpu", torch.bfloat16):
+            found, expected = each(x), by_kernel(each, x)
+        assert found.dtype == expected.dtype == torch.bfloat16
+        assert (found.float() - each(x)).abs().max() < 0.05
+
+
+def test_another_weight_than_ours_is_what_counts():
+    class Half(torch.nn.Module):
+        def forward(self, weight):
+            return 0.5 * weight
+
+    x = torch.randn(2, 4, 6, 6)
+    layer = ts.OrthoConv2d(4, 4, 3, method="soc", bias=False)
+    expected = layer(x)
+    halved = copy.deepcopy(layer)
+    parametrize.register_parametrization(halved, "weight", Half())
+    torch.testing.assert_close(halved(x), 0.5 * expected)
+    parametrize.remove_parametrizations(layer, "weight")
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    torch.testing.assert_close(layer(x), 3 * expected)
+
+
+def test_factors_are_made_once_where_torch_caches(monkeypatch):
+    layer = ts.OrthoConv2d(4, 4, 3, method="soc")
+    x = torch.randn(2, 4, 6, 6)
+    calls = []
+    bound = soc.kernel_norm_bound
+    monkeypatch.setattr(soc, "kernel_norm_bound", lambda *args: calls.append(1) or bound(*args))
+    with parametrize.cached():
+        layer(layer(x)).sum().backward()
+    assert len(calls) == 1
+    layer(x)
+    assert len(calls) == 2
+
+
+def test_gradients_of_single_images():
+    layer = ts.OrthoConv2d(3, 5, 3, stride=2, method="soc", terms=3, dtype=torch.float64)
+    x = torch.randn(4, 3, 4, 4, dtype=torch.float64)
+    values = dict(layer.named_parameters())
+
+    def loss(values, image):
+        return torch.func.functional_call(layer, values, (image,)).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, x)
+    alone = torch.func.grad(loss)(values, x[1])
+    for name, gradient in alone.items():
+        torch.testing.assert_close(each[name][1], gradient)
+
+
+def test_the_module_says_what_it_applies():
+    made = ts.OrthoConv2d(4, 4, 3, method="soc", terms=3)._series
+    assert isinstance(made, series.Series)
+    assert made.terms == 3
+    assert made.skew.kernel_size == (3, 3)
