@@ -1,10 +1,11 @@
 """Every method and block: cost of a layer against ``nn.Conv2d``, and certified accuracy after the same time.
 
-Cost: building the weight with its gradient (for the methods in the Fourier domain the response at that image size), a
-training step of the layer, the forward pass in eval mode, and the bytes that autograd keeps. Accuracy: the network of
-Li et al. with each kind of convolution, trained for the same number of seconds on CIFAR-10 (``--data``) or the digits
-of the package, then certified. Blocks that keep the shape stand behind an AOC convolution that changes it. All are
-trained alike, by Adam with a rate of 3e-3 that falls to 0, which was not tuned for any of them.
+Cost: building the weight with its gradient (for the methods in the Fourier domain the response at that image size; SOC
+trains without its weight), forward and backward pass of the layer in training with gradients of input and parameters,
+the forward pass in eval mode, and the bytes that autograd keeps. Accuracy: the network of Li et al. with each kind of
+convolution, trained once for the same number of seconds on CIFAR-10 (``--data``) or the digits of the package, then
+certified. Blocks that keep the shape stand behind an AOC convolution that changes it. All are trained alike, by Adam
+with a rate of 3e-3 that falls to 0, which was not tuned for any of them.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def _costs(chosen: dict[str, Make], stride: int, arguments: argparse.Namespace, 
     channels, size, batch = arguments.channels, arguments.size, arguments.batch
     shape = (channels, channels * stride, 3, stride, 1)
     layers, errors = _made({REFERENCE: plain, **chosen}, shape)
-    x = torch.randn(batch, channels, size, size)
+    x = torch.randn(batch, channels, size, size, requires_grad=True)
     label = f"cost at stride {stride}"
     built = interleaved(builds(layers, size), rounds, label=label)
     steps = interleaved({n: _step(layer, x) for n, layer in layers.items()}, rounds, label=label)
