@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 import trysquare as ts
 from benchmarks import peers
-from benchmarks.measure import Call, Samples, interleaved, limited_memory, ratio, saved_bytes, weight_gradient
-from benchmarks.networks import REFERENCE, exchange, fourier, ours, plain
+from benchmarks.measure import Call, Samples, interleaved, limited_memory, saved_bytes, weight_gradient
+from benchmarks.networks import REFERENCE, exchange, fourier, odd, ours, plain
 from benchmarks.options import amount, cifar10, count
 from benchmarks.peers import Make
 from benchmarks.report import (
+    CERTIFIED,
     Part,
     Plot,
     Table,
@@ -35,6 +36,7 @@ from benchmarks.report import (
     failures,
     megabytes,
     milliseconds,
+    ratio_plot,
     with_ratios,
 )
 from benchmarks.results import usable_gigabytes
@@ -63,11 +65,6 @@ def alone(block: Callable[..., nn.Module]) -> Make:
         return block(channels, outputs, kernel_size, stride, groups=groups)
 
     return make
-
-
-def odd(convolution: Make) -> Make:
-    """The next odd kernel size in the place of an even one, which skew kernels do not have."""
-    return lambda channels, outputs, size, stride, groups: convolution(channels, outputs, size | 1, stride, groups)
 
 
 BLOCKS: dict[str, Make] = {
@@ -203,12 +200,8 @@ def _cost_parts(entry: dict[str, Any]) -> list[Part]:
         [name, milliseconds(median(row["build"])) if "build" in row else "", *with_ratios(row, base, shown)]
         for name, row in samples.items()
     ]
-    names = [name for name in samples if name != REFERENCE]
-    places = list(range(len(names)))
-    series = {label: (places, [ratio(samples[n][key], base[key]) for n in names]) for key, label in RATIOS.items()}
-    columns = ["layer", "build ms", "step ms", "", "eval ms", "", "saved MB", ""]
-    name = f"methods-stride-{entry['stride']}"
-    plot = Plot(name, entry["title"], series, "", f"times {REFERENCE}", ticks=names, log="y", reference=1)
+    columns = ["layer", "build ms", "step ms", "ratio", "eval ms", "ratio", "saved MB", "ratio"]
+    plot = ratio_plot(f"methods-stride-{entry['stride']}", entry["title"], samples, REFERENCE, RATIOS)
     return [Table(columns, rows, entry["title"]), *failures(entry["errors"]), plot]
 
 
@@ -217,7 +210,7 @@ def _accuracy_parts(accuracy: dict[str, Any]) -> list[Part]:
     title = f"{NETWORK} on {accuracy['data']}, {accuracy['budget']:g} s of training each"
     series = {
         "accuracy": (list(range(len(works))), [row["accuracy"] for row in works.values()]),
-        "certified at 36/255": (list(range(len(works))), [row["certified"][0] for row in works.values()]),
+        CERTIFIED: (list(range(len(works))), [row["certified"][0] for row in works.values()]),
     }
     plot = Plot("methods-accuracy", title, series, "", "share of the test images", ticks=list(works))
     table = accuracy_table("method", title, accuracy["rows"])

@@ -50,6 +50,11 @@ def fourier(method: str) -> Make:
     return make
 
 
+def odd(convolution: Make) -> Make:
+    """The next odd kernel size in the place of an even one: skew kernels have none, nor has orthogonium's BCOP."""
+    return lambda channels, outputs, size, stride, groups: convolution(channels, outputs, size | 1, stride, groups)
+
+
 def original_bcop(channels: int, outputs: int, kernel_size: int, stride: int, groups: int) -> nn.Module:
     """BCOP as Li et al. have it: Björck's iteration, and strides emulated by four times the channels."""
     convolution = ts.OrthoConv2d(
@@ -64,13 +69,16 @@ VARIANTS: dict[str, Variant] = {
     "AOC": Variant("AOC", "trysquare", ours("aoc")),
     "AOC parsimonious": Variant("AOC parsimonious", "trysquare", ours("aoc", parsimonious=True)),
     "BCOP, original style": Variant("BCOP", "trysquare", original_bcop),
-    "SOC": Variant("SOC", "trysquare", ours("soc")),
-    "SOC, 3 terms": Variant("adaptive SOC", "trysquare", ours("soc", terms=3)),
+    "SOC": Variant("SOC", "trysquare", odd(ours("soc"))),
+    "SOC, 3 terms": Variant("adaptive SOC", "trysquare", odd(ours("soc", terms=3))),
     "Cayley": Variant("Cayley", "trysquare", fourier("cayley")),
-    **{f"orthogonium {name}": Variant(name, "orthogonium", make) for name, make in peers.LAYERS.items()},
+    "orthogonium AOC": Variant("AOC", "orthogonium", peers.aoc),
+    "orthogonium AOC, Cholesky": Variant("AOC", "orthogonium", peers.aoc_by("Cholesky")),
+    "orthogonium BCOP": Variant("BCOP", "orthogonium", odd(peers.bcop)),
+    "orthogonium SOC": Variant("SOC", "orthogonium", odd(peers.soc)),
+    "orthogonium adaptive SOC": Variant("adaptive SOC", "orthogonium", odd(peers.adaptive_soc)),
+    "orthogonium Cayley": Variant("Cayley", "orthogonium", peers.cayley),
 }
-# Not orthogonal, so not in the paper's table of costs.
-del VARIANTS["orthogonium AOL"]
 
 
 def resnet34(size: int) -> nn.Module:
@@ -92,7 +100,17 @@ def depthwise(size: int) -> nn.Module:
     return ts.models.build("cifar10-accurate", (3, size, size), 10, head="plain")
 
 
-NETWORKS: dict[str, Callable[[int], nn.Module]] = {"resnet34": resnet34, "resnet18": resnet18, "depthwise": depthwise}
+def small(size: int) -> nn.Module:
+    """The network of Li et al.; one of its strides keeps the channels, so that it has a parsimonious variant."""
+    return exchange(ts.models.build("bcop-small", (3, size, size), 10), linear=nn.Linear)
+
+
+NETWORKS: dict[str, Callable[[int], nn.Module]] = {
+    "resnet34": resnet34,
+    "resnet18": resnet18,
+    "depthwise": depthwise,
+    "bcop-small": small,
+}
 
 
 def exchange(

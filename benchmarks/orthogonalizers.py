@@ -1,9 +1,10 @@
 """The paper's figure on ways to an orthonormal matrix: time, precision and how well a network trains with each.
 
 Times are those of matrices near an orthonormal one, as in training, where an adaptive iteration ends early. Precision
-is the largest ``|σ - 1|`` of a 128 x 128 result in float32, for free matrices of growing condition number; a way that
-refuses instead of returning something else is said to. Trainability: the network of Li et al. for a fixed number of
-steps, on CIFAR-10 (``--data``) or the digits of the package; in orthogonium's row all layers are its own.
+is the largest ``|σ - 1|`` of a 128 x 128 result in float32, for free matrices of growing condition number; "refuses"
+if there is an error in its place. Trainability: the network of Li et al. for a fixed number of steps, once, on CIFAR-10
+(``--data``) or the digits of the package; in orthogonium's rows all layers are its own. The last loss is the mean of 20
+steps.
 """
 
 from __future__ import annotations
@@ -22,10 +23,17 @@ from benchmarks import peers
 from benchmarks.measure import interleaved
 from benchmarks.networks import exchange, ours
 from benchmarks.options import amount, cifar10, count
-from benchmarks.report import Part, Plot, Table, better_peers, better_trained, failures, milliseconds
+from benchmarks.report import CERTIFIED, Part, Plot, Table, better_peers, better_trained, failures, milliseconds
 from benchmarks.training import Run, Task, as_json, certificate, train
 
-PEER = "orthogonium Björck-Bowie"
+# Ways of orthogonium, and ours by the same idea.
+PEERS = {
+    f"orthogonium {peers.DEFAULT}": "bjorck",
+    "orthogonium Cholesky": "cholesky",
+    "orthogonium QR": "qr",
+    "orthogonium exponential": "exponential",
+}
+OURS = "cholesky"
 SHAPES = ((1, 64, 64), (1, 128, 512), (4, 128, 256), (1, 512, 512))
 CONDITIONS = tuple(10.0**power for power in range(9))
 SIZE = 128
@@ -43,9 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def ways(shape: tuple[int, ...]) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Ours, and the peer's default for matrices of this shape if it is installed."""
+    """Ours, and the peer's for matrices of this shape if it is installed."""
     found: dict[str, Callable[[Tensor], Tensor]] = {n: e.apply for n, e in ts.linalg.ORTHOGONALIZERS.items()}
-    return {**found, PEER: peers.BjorckBowie(shape)} if peers.installed() else found
+    if peers.installed():
+        found |= {name: peers.Orthogonalizer(_way(name), shape) for name in PEERS}
+    return found
+
+
+def _way(name: str) -> str:
+    """The peer's name of one of ``PEERS``."""
+    return name.removeprefix("orthogonium ")
 
 
 def plan(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -101,8 +116,8 @@ def network(name: str, shape: tuple[int, int, int]) -> nn.Module:
     """The same network with one way or another, from the same seed."""
     torch.manual_seed(0)
     model = ts.models.build(NETWORK, shape, 10, mean=0.5)
-    if name == PEER:
-        return exchange(model, peers.aoc, peers.linear)
+    if name in PEERS:
+        return exchange(model, peers.aoc_by(_way(name)), peers.linear_by(_way(name)))
     return exchange(model, ours("aoc", orthogonalizer=name), partial(ts.OrthoLinear, orthogonalizer=name))
 
 
@@ -157,25 +172,29 @@ def _trainability(training: dict[str, Any]) -> list[Part]:
         rows.append([name, *cells, f"{sum(last) / len(last):.3f}", *shares])
         series[name] = run.smoothed(max(1, len(run.losses) // 50))
     title = f"{NETWORK} on {training['data']}, up to {training['steps']} steps of {training['batch']} images"
-    columns = ["orthogonalizer", "steps", "step ms", "seconds", "last loss", "test accuracy", "certified at 36/255"]
+    columns = ["orthogonalizer", "steps", "step ms", "seconds", "last loss", "test accuracy", CERTIFIED]
     plot = Plot("orthogonalizers-training", title, series, "step", "loss")
     return [Table(columns, rows, title), *failures(training["runs"]), plot]
 
 
 def peer_wins(data: dict[str, Any]) -> list[str]:
-    """Where the peer's default is faster than our default or than our Björck, more precise, or trains further."""
+    """Where a way of the peer's is faster than ours by the same idea, or our default less precise or less trained."""
     found = []
     for entry in data["times"]:
-        seconds = {name: 1e3 * median(samples) for name, samples in entry["seconds"].items()}
-        shape = " x ".join(map(str, entry["shape"]))
-        for name in ("cholesky", "bjorck"):
-            if PEER in seconds:
-                mine, theirs = {"Björck-Bowie": seconds[name]}, {"Björck-Bowie": seconds[PEER]}
-                found += better_peers(f"{name}, matrix {shape}", "ms", mine, theirs)
-    errors = data["errors"]
-    for condition, mine, theirs in zip(CONDITIONS, errors["cholesky"], errors.get(PEER, []), strict=False):
+        ms = {name: 1e3 * median(samples) for name, samples in entry["seconds"].items()}
+        theirs = {_way(name): ms[name] for name in PEERS if name in ms}
+        mine = {_way(name): ms[own] for name, own in PEERS.items()}
+        found += better_peers(f"matrix {' x '.join(map(str, entry['shape']))}", "ms", mine, theirs)
+    for name in PEERS:
+        found += _more_precise(name, data["errors"])
+    when = f"after up to {data['training']['steps']} steps"
+    return found + better_trained(when, data["training"]["runs"], dict.fromkeys(PEERS, OURS))
+
+
+def _more_precise(peer: str, errors: dict[str, list[float | str]]) -> list[str]:
+    found = []
+    for condition, mine, theirs in zip(CONDITIONS, errors[OURS], errors.get(peer, []), strict=False):
         if not isinstance(theirs, str) and (isinstance(mine, str) or mine > 2 * theirs):
             what = f"precision at condition number {condition:.0e}"
-            found.append(f"{what}: {PEER} {_shown(theirs)}, cholesky {_shown(mine)}.")
-    when = f"after up to {data['training']['steps']} steps"
-    return found + better_trained(when, data["training"]["runs"], {PEER: "cholesky"})
+            found.append(f"{what}: {peer} {_shown(theirs)}, {OURS} {_shown(mine)}.")
+    return found

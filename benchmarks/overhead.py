@@ -1,19 +1,24 @@
 """The paper's table of costs: a network with every kind of orthogonal convolution, against ``nn.Conv2d``.
 
 ResNet-34 as in the paper (transition blocks are one strided convolution, the reference has circular padding), ResNet-18
-for 32 x 32 images, and the paper's network of depthwise blocks; in each only the convolution class is exchanged. Around
-the convolutions all have layers that orthogonal networks have: MaxMin, residuals with factors, no batch normalisation.
+for 32 x 32 images, the paper's network of depthwise blocks, and the small network of Li et al.; in each only the
+convolution class is exchanged. Around the convolutions all have layers that orthogonal networks have: MaxMin, residuals
+with factors, no batch normalisation. Our layers with a kernel extend the map anew for backward, where the others keep
+the extended copy: that is part of what is measured, and how they can take less than ``nn.Conv2d``.
 
-orthogonium's AOC and adaptive SOC build their kernels in each evaluation; exported to ``nn.Conv2d``, as it advises,
-they would cost what that costs. Its copies of the originals are as these are: strides emulated by more channels
-(Cayley's kernels are 1 x 1 then), SOC with zeros around the map and 5 terms in training, BCOP with 12 steps of Björck.
-"BCOP, original style" emulates strides too, and iterates until it has converged. Our SOC is exact to 1e-6 by nine
-terms of the series, so 3 x 3 becomes 19 x 19 and is slow; "SOC, 3 terms" has as many as orthogonium's adaptive SOC
-(7 x 7), and an error of up to 0.052.
+orthogonium's AOC has 12 steps of Björck by default; with its Cholesky it is faster and, it says, less exact. It and
+adaptive SOC build their kernels in each evaluation; exported, as it advises, AOC would cost what ``nn.Conv2d`` costs.
+Its copies of the originals are as these are: strides emulated by more channels (Cayley with kernels of half the size),
+BCOP with 12 steps of Björck, SOC with zeros around the map, 5 terms in training and 12 in evaluation, Cayley built anew
+in each evaluation. "BCOP, original style" emulates strides too, and iterates until it has converged. Our SOC is exact
+to 1e-6 by nine terms: in training they are applied one by one, in evaluation 3 x 3 becomes 19 x 19. "SOC, 3 terms" has
+as many as adaptive SOC, and an error of up to 0.052. SOC and orthogonium's BCOP have the next odd kernel size in the
+place of an even one.
 
 Times are medians, all variants in turns, slow ones in fewer; a ratio is the median of those within each turn, so not
 quite that of the medians. Memory is the peak of a fresh process for each variant in three steps, interpreter included;
-"saved" is what autograd keeps for backward. Steps are those of SGD without momentum, which has no state of its own.
+in evaluation our layers keep the free tensors besides the kernels. "saved" is what autograd keeps for backward. Steps
+are those of SGD without momentum, which has no state of its own.
 """
 
 from __future__ import annotations
@@ -28,10 +33,20 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import peers
-from benchmarks.measure import ChildError, Samples, in_child, interleaved, ratio, ratios
+from benchmarks.measure import ChildError, Samples, in_child, interleaved, ratios
 from benchmarks.networks import NETWORKS, REFERENCE, VARIANTS, build
 from benchmarks.options import amount, count
-from benchmarks.report import Part, Plot, Table, better_peers, failures, megabytes, milliseconds, with_ratios
+from benchmarks.report import (
+    Part,
+    Plot,
+    Table,
+    better_peers,
+    failures,
+    megabytes,
+    milliseconds,
+    ratio_plot,
+    with_ratios,
+)
 from benchmarks.results import usable_gigabytes
 from benchmarks.steps import evaluation, images, train_step
 from trysquare.progress import track
@@ -49,10 +64,19 @@ class Case(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """How often to measure, and what a variant may take at most."""
+    """How often to measure, and what a variant may take at most.
+
+    Attributes:
+        rounds: samples of each time.
+        processes: samples of each peak of memory.
+        patience: seconds after which a variant is sampled no more.
+        seconds: time of a process.
+        gigabytes: memory of a process.
+    """
 
     rounds: int
     processes: int
+    patience: float
     seconds: float
     gigabytes: float
 
@@ -62,6 +86,7 @@ FULL = (
     Case("resnet34", 224, 32),
     Case("resnet18", 32, 128),
     Case("depthwise", 32, 32),
+    Case("bcop-small", 32, 128),
 )
 QUICK = (Case("resnet18", 32, 8),)
 QUICK_VARIANTS = (REFERENCE, "AOC", "AOC parsimonious", "orthogonium AOC")
@@ -84,10 +109,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, help="only these")
     parser.add_argument("--batches", type=count, nargs="+", help="only these of ResNet-34, such as 128; 8 and 32")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="; ".join(VARIANTS))
-    parser.add_argument("--rounds", type=count, help="samples of each time, fewer of slow ones; 5 (--quick: 2)")
+    parser.add_argument("--rounds", type=count, help="samples of each time; 5 (--quick: 2)")
+    parser.add_argument("--patience", type=amount, help="seconds after which a variant is sampled no more; 75")
     parser.add_argument("--processes", type=count, help="samples of each peak of memory; 3 (--quick: 1)")
     parser.add_argument("--memory", type=amount, help="gigabytes that a network may take; 70 %% of the machine's")
-    parser.add_argument("--limit", type=amount, help="seconds that three steps may take; 600 (--quick: 100)")
+    parser.add_argument("--limit", type=amount, help="seconds for a process with three steps; 600 (--quick: 100)")
 
 
 def plan(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -116,6 +142,7 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
     limits = Limits(
         arguments.rounds or (2 if quick else 5),
         arguments.processes or (1 if quick else 3),
+        arguments.patience or 75.0,
         arguments.limit or (100.0 if quick else 600.0),
         arguments.memory or usable_gigabytes(),
     )
@@ -143,7 +170,7 @@ def _measure_case(case: Case, chosen: list[str], limits: Limits, failed: dict[st
         return rows
     models = {name: build(case.network, case.size, name) for name in works}
     x, labels = images(case.batch, case.size)
-    options: Any = {"patience": limits.seconds / 8, "label": str(case)}
+    options: Any = {"patience": limits.patience, "label": str(case)}
     trained = interleaved({name: train_step(models[name], x, labels) for name in works}, limits.rounds, **options)
     for model in models.values():
         model.zero_grad()
@@ -183,7 +210,7 @@ def _add_sample(row: dict[str, Any], case: Case, variant: str, limits: Limits) -
         found = [in_child("benchmarks.memory", [*case, variant, mode, *arguments], limits.seconds) for mode in modes]
     except ChildError as error:
         if "memory_train" not in row:
-            row["error"] = f"{error} at batch {case.batch}"
+            row["error"] = f"{error} (batch {case.batch})"
         return
     for mode, sample in zip(modes, found, strict=True):
         row.setdefault(f"memory_{mode}", []).append(sample)
@@ -221,7 +248,8 @@ def describe(data: dict[str, Any]) -> list[Part]:
 
 
 def _table(case: Case, samples: dict[str, Samples]) -> Table:
-    columns = ["convolution", "train ms", "", "eval ms", "", "peak MB", "", "eval peak MB", "", "saved MB", ""]
+    heads = ("train ms", "eval ms", "peak MB", "eval peak MB", "saved MB")
+    columns = ["convolution", *(cell for head in heads for cell in (head, "ratio"))]
     shown = {"train": milliseconds, "eval": milliseconds, "memory": megabytes, "eval memory": megabytes}
     shown["saved"] = megabytes
     rows = [[name, *with_ratios(row, samples[REFERENCE], shown)] for name, row in samples.items()]
@@ -229,22 +257,16 @@ def _table(case: Case, samples: dict[str, Samples]) -> Table:
 
 
 def _plot(case: Case, samples: dict[str, Samples]) -> Plot:
-    names = [name for name in samples if name != REFERENCE]
-    kinds = {"train": "training step", "eval": "evaluation", "memory": "peak memory", "saved": "saved for backward"}
-    places = list(range(len(names)))
-    series = {
-        label: (places, [ratio(samples[name][key], samples[REFERENCE][key]) for name in names])
-        for key, label in kinds.items()
-    }
-    name = f"overhead-{case.network}-{case.batch}"
-    return Plot(name, str(case), series, "", "times nn.Conv2d", ticks=names, log="y", reference=1)
+    kinds = {key: MEASURED[key][0] for key in ("train", "eval", "memory", "saved")}
+    return ratio_plot(f"overhead-{case.network}-{case.batch}", str(case), samples, REFERENCE, kinds)
 
 
 def _targets(data: dict[str, Any]) -> list[Part]:
     rows = [row for case, raw in _cases(data) for row in _targets_of(case, _samples(raw))]
     if not rows:
         return []
-    return [Table(["target", "at most", "measured", "least and most in a turn", "met"], rows, "Targets for AOC")]
+    columns = ["target", "at most", "measured", "turns", "least and most in a turn", "met"]
+    return [Table(columns, rows, "Targets for AOC")]
 
 
 def _targets_of(case: Case, samples: dict[str, Samples]) -> list[list[str]]:
@@ -268,7 +290,8 @@ def _targets_of(case: Case, samples: dict[str, Samples]) -> list[list[str]]:
 def _verdict(name: str, most: float, turns: list[float]) -> list[str]:
     measured = median(turns)
     spread = f"{min(turns):.3f} to {max(turns):.3f}"
-    return [name, f"{most:.3f}", f"{measured:.3f}", spread, "yes" if measured <= most else "**no**"]
+    met = "yes" if measured <= most else "**no**"
+    return [name, f"{most:.3f}", f"{measured:.3f}", str(len(turns)), spread, met]
 
 
 def peer_wins(data: dict[str, Any]) -> list[str]:
@@ -283,6 +306,7 @@ def peer_wins(data: dict[str, Any]) -> list[str]:
             values = {name.removeprefix(PEER): numbers[name] for name in theirs}
             mine = {name.removeprefix(PEER): numbers[own] for name, own in theirs.items() if own in numbers}
             found += better_peers(f"{case}, {what}", unit, mine, values)
-        failed = [name for name, own in theirs.items() if own in raw and own not in samples]
-        found += [f"{case}: {name.removeprefix(PEER)} of orthogonium runs, ours does not." for name in failed]
+        for name, own in theirs.items():
+            if own in raw and own not in samples:
+                found.append(f"{case}: {name.removeprefix(PEER)} of orthogonium runs, ours: {raw[own]['error']}.")
     return found

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import results
 from benchmarks.commands import TITLES, command, has_peers, peer_wins
-from benchmarks.report import Part, Plot, Table
+from benchmarks.report import AHEAD, NOISE, Part, Plot, Table
 from trysquare.files import write_whole
 
 PAGE = results.ROOT / "docs" / "benchmarks.md"
@@ -67,9 +67,17 @@ def render(found: dict[str, dict[str, Any]]) -> str:
         "",
         "This page is made by `python -m benchmarks page` from the JSON files in `benchmarks/results/`, which hold "
         "every sample. Do not edit it. Ratios are within one run; times depend on the machine. Contestants take turns "
-        "within a table, but not in trainings by method or by orthogonalizer, which come one after the other.",
+        "within a table, but for augmentations and trainings by method or by orthogonalizer, which come one after the "
+        "other.",
+        "",
+        "The peer is [orthogonium](https://pypi.org/project/orthogonium/), by the authors of *An Adaptive Orthogonal "
+        "Convolution Scheme for Efficient and Flexible CNN Architectures*, the paper of which there is talk below. "
+        "[Methods](methods.md) says what AOC, BCOP, SOC, Cayley and the others are, and what each can do.",
         "",
         "## Where a peer is better",
+        "",
+        f"Found in the data: less time or memory than ours of the same method by more than {NOISE - 1:.0%}, or a share "
+        f"of the test images larger by more than {100 * AHEAD:g} points.",
         "",
         *_wins(found),
     ]
@@ -79,7 +87,7 @@ def render(found: dict[str, dict[str, Any]]) -> str:
 
 
 def _wins(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Found in the data: rows in which the peer's number is better by more than 2 %."""
+    """A line for each."""
     lines = [f"* {win}" for name, result in found.items() for win in _wins_of(name, result)]
     if lines:
         return lines
@@ -95,10 +103,7 @@ def _wins_of(name: str, result: dict[str, Any]) -> list[str]:
 def _section(name: str, result: dict[str, Any] | None) -> list[str]:
     if result is None:
         return [f"Not measured yet: `python -m benchmarks {name}`."]
-    summary, *details = (command(name).__doc__ or "").strip().split("\n\n")
-    lines = [summary.replace("\n", " "), *(f"\n{part}".replace("``", "`") for part in details)]
-    lines[0] = lines[0].replace("``", "`")
-    lines += ["", *_origin(result)]
+    lines = [(command(name).__doc__ or "").strip().replace("``", "`"), "", *_origin(result)]
     for part in _parts(name, result):
         lines += ["", _markdown(part)]
     return lines
@@ -107,7 +112,7 @@ def _section(name: str, result: dict[str, Any] | None) -> list[str]:
 def _origin(result: dict[str, Any]) -> list[str]:
     machine, versions = result["machine"], result["versions"]
     with_what = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    with_what += f"; code {result['code']}" if "code" in result else ""
+    with_what += f"; sources {result['code']} (digest)" if "code" in result else ""
     took = f" It took {result['seconds'] / 60:.1f} minutes." if "seconds" in result else ""
     kind = " A quick run: few samples of small cases." if result["quick"] else ""
     return [

@@ -58,12 +58,22 @@ def _without_groups(module: str, name: str, groups: int) -> Any:
     return load(module, name)
 
 
+def parameters(way: str) -> Any:
+    """Its settings for one of ``ORTHOGONALIZERS``."""
+    return load("reparametrizers", ORTHOGONALIZERS[way])
+
+
 def aoc(channels: int, outputs: int, kernel_size: int, stride: int, groups: int, **options: Any) -> nn.Module:
     """Its adaptive orthogonal convolution."""
     make = load("layers", "AdaptiveOrthoConv2d")
     padding = (kernel_size - 1) // 2
     shape = (channels, outputs, kernel_size, stride)
     return make(*shape, padding=padding, groups=groups, padding_mode="circular", **options)
+
+
+def aoc_by(way: str) -> Make:
+    """Its adaptive orthogonal convolution, by one of ``ORTHOGONALIZERS``."""
+    return lambda *shape: aoc(*shape, ortho_params=parameters(way))
 
 
 def adaptive_soc(channels: int, outputs: int, kernel_size: int, stride: int, groups: int) -> nn.Module:
@@ -101,9 +111,14 @@ def aol(channels: int, outputs: int, kernel_size: int, stride: int, groups: int)
     return make(channels, outputs, kernel_size, stride, padding=padding, groups=groups, padding_mode="circular")
 
 
-def linear(features: int, outputs: int) -> nn.Module:
+def linear(features: int, outputs: int, **options: Any) -> nn.Module:
     """Its orthogonal linear layer."""
-    return load("layers", "OrthoLinear")(features, outputs)
+    return load("layers", "OrthoLinear")(features, outputs, **options)
+
+
+def linear_by(way: str) -> Callable[[int, int], nn.Module]:
+    """Its orthogonal linear layer, by one of ``ORTHOGONALIZERS``."""
+    return lambda features, outputs: linear(features, outputs, ortho_params=parameters(way))
 
 
 def with_plain_layers(model: nn.Module) -> nn.Module:
@@ -133,19 +148,23 @@ def _plain(layer: Any) -> nn.Module:
     return plain.eval()
 
 
-class BjorckBowie(nn.Module):
-    """Its default way to an orthonormal matrix: power iteration, then twelve steps of Björck and Bowie."""
+class Orthogonalizer(nn.Module):
+    """One of its ways to orthonormal matrices of a shape."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, way: str, shape: tuple[int, ...]) -> None:
         super().__init__()
-        parameters = load("reparametrizers", "OrthoParams")()
-        self.steps = nn.Sequential(parameters.spectral_normalizer(shape), parameters.orthogonalizer(shape))
+        chosen = parameters(way)
+        self.steps = nn.Sequential(chosen.spectral_normalizer(shape), chosen.orthogonalizer(shape))
 
     def forward(self, matrix: torch.Tensor) -> torch.Tensor:
         """``(b, n, m)`` to the same shape."""
         return self.steps(matrix)
 
 
-LAYERS: dict[str, Make] = {
-    "AOC": aoc, "BCOP": bcop, "SOC": soc, "adaptive SOC": adaptive_soc, "Cayley": cayley, "AOL": aol,
-}  # fmt: skip
+DEFAULT = "Björck-Bowie"
+ORTHOGONALIZERS = {
+    DEFAULT: "DEFAULT_ORTHO_PARAMS",
+    "Cholesky": "CHOLESKY_ORTHO_PARAMS",
+    "QR": "QR_ORTHO_PARAMS",
+    "exponential": "EXP_ORTHO_PARAMS",
+}

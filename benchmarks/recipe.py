@@ -1,8 +1,8 @@
 """The network of a recipe with our layers and with orthogonium's, trained by the recipe for the same time, certified.
 
 Data, augmentation, loss, margin and optimizer are those of the recipe; only the classes of the orthogonal layers are
-exchanged. The two take turns of a minute, so that a machine that is slower for a while is so for both. The time of
-evaluations is not counted.
+exchanged. The recipe was chosen for our layers (docs/results.md says how), and each library has one run. The two take
+turns of a minute, so that a machine that is slower for a while is so for both. The time of evaluations is not counted.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from benchmarks import peers
 from benchmarks.measure import Call
 from benchmarks.networks import exchange
 from benchmarks.options import amount, cifar10
-from benchmarks.report import Part, Plot, accuracy_table, better_trained, failures
-from benchmarks.training import EPSILONS, Task, certificate
+from benchmarks.report import CERTIFIED, Part, Plot, accuracy_table, better_trained, failures
+from benchmarks.training import Task, certificate
 from trysquare.progress import track
 from trysquare.training import build
 from trysquare.training.distribution import World
@@ -128,7 +128,7 @@ def describe(data: dict[str, Any]) -> list[Part]:
         library: ([s / 60 for s in row["seconds"]], [found["certified"][0] for found in row["results"]])
         for library, row in works.items()
     }
-    plot = Plot("recipe", title, series, "minutes of training", f"certified at {EPSILONS[0]:.3f}")
+    plot = Plot("recipe", title, series, "minutes of training", CERTIFIED)
     return [accuracy_table("layers", title, ends), *failures(data["rows"]), plot]
 
 

@@ -14,8 +14,13 @@ Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 # Less than this is within what two runs of the same program differ by.
 NOISE = 1.02
-# Columns of trained networks: accuracy, then certified accuracy at radii.
-_SHARES = ("accuracy", *(f"at {numerator}/255" for numerator in (36, 72, 108, 255)))
+# A network is ahead of another one by more than this share of the test images.
+AHEAD = 0.005
+# Radii of certified accuracy, in steps of 8-bit images.
+RADII = (36, 72, 108, 255)
+CERTIFIED = f"certified at {RADII[0]}/255"
+# Columns of trained networks: accuracy, then certified accuracy.
+_SHARES = ("accuracy", *(f"at {radius}/255" for radius in RADII))
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,16 @@ def with_ratios(row: Samples, reference: Samples, shown: Mapping[str, Callable[[
     ]
 
 
+def ratio_plot(name: str, title: str, samples: Mapping[str, Samples], reference: str, kinds: Mapping[str, str]) -> Plot:
+    """Bars of the ratios to the reference of each other name, for each kind of sample and its label."""
+    names = [other for other in samples if other != reference]
+    series = {
+        label: (range(len(names)), [ratio(samples[other][kind], samples[reference][kind]) for other in names])
+        for kind, label in kinds.items()
+    }
+    return Plot(name, title, series, "", f"times {reference}", ticks=names, log="y", reference=1)
+
+
 def better_peers(what: str, unit: str, ours: Mapping[str, float], theirs: Mapping[str, float]) -> list[str]:
     """A sentence for each peer that is below ours of the same name by more than noise (less is better)."""
     return [
@@ -155,7 +170,7 @@ def better_peers(what: str, unit: str, ours: Mapping[str, float], theirs: Mappin
 
 
 def better_trained(when: str, rows: Mapping[str, Any], pairs: Mapping[str, str]) -> list[str]:
-    """A sentence for each share of the test images by which a peer's network is ahead, by more than half a percent.
+    """A sentence for each share of the test images by which a peer's network is ahead.
 
     Args:
         when: end of training.
@@ -168,7 +183,7 @@ def better_trained(when: str, rows: Mapping[str, Any], pairs: Mapping[str, str])
             continue
         theirs, mine = ([row["accuracy"], *row["certified"]] for row in (rows[peer], rows[ours]))
         for what, better, worse in zip(_SHARES, theirs, mine, strict=True):
-            if better > worse + 0.005:
+            if better > worse + AHEAD:
                 found.append(f"{what} {when}: {peer} {better:.1%}, {ours} {worse:.1%}.")
     return found
 

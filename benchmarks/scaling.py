@@ -1,8 +1,8 @@
 """How the cost of a kernel grows with channels, kernel size, groups and depth, and how the overhead of a step falls.
 
-Each row of numbers is fitted by a power, least squares on logarithmic scales: time ~ channels ** exponent. The overhead
-is what a training step of ResNet-18 takes longer than with ``nn.Conv2d``, as a share of that; its power is fitted where
-it is positive in three places or more.
+Each row of numbers is fitted by a power, least squares on logarithmic scales: time ~ channels ** exponent; "none" where
+that explains less than 90 % of the variance, as where times jump. The overhead is what a training step of ResNet-18
+takes longer than with ``nn.Conv2d``, as a share of that; its power is fitted where it is more than noise, 2 %.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks import peers
 from benchmarks.measure import fit_power, interleaved, ratio, weight_gradient
 from benchmarks.networks import REFERENCE, build
 from benchmarks.options import count
-from benchmarks.report import Part, Plot, Table, better_peers, milliseconds
+from benchmarks.report import NOISE, Part, Plot, Table, better_peers, milliseconds
 from benchmarks.steps import images, train_step
 
 KINDS = ("channels", "kernel size", "groups", "depth")
@@ -44,8 +44,10 @@ STEPS = {
 }
 QUICK_STEPS = {"batch": ((4, 32), (16, 32)), "image size": ((4, 32), (4, 64))}
 TRAINED = ("AOC", "orthogonium AOC")
-# Seconds after which three samples have to do.
+# Seconds after which a kind of layer is sampled no more.
 PATIENCE = 15.0
+# Share of the variance that a power must explain to be one.
+EXPLAINED = 0.9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +118,8 @@ def _fitted(x: list[float], y: list[float]) -> str:
     if len(x) < 3:
         return "too few"
     power = fit_power(x, y)
-    return f"{power.exponent:.2f} (R² {power.explained:.2f})"
+    exponent = f"{power.exponent:.2f}" if power.explained >= EXPLAINED else "none"
+    return f"{exponent} (R² {power.explained:.2f})"
 
 
 def _growth(kind: str, entries: list[dict[str, Any]]) -> list[Part]:
@@ -141,10 +144,10 @@ def _overhead(kind: str, entries: list[dict[str, Any]]) -> list[Part]:
         if name not in entries[0]["seconds"]:
             continue
         extra = [ratio(entry["seconds"][name], entry["seconds"][REFERENCE]) - 1 for entry in entries]
-        positive = [(v, e) for v, e in zip(x, extra, strict=True) if e > 0]
-        exponent = _fitted([v for v, _ in positive], [e for _, e in positive])
+        clear = [(v, e) for v, e in zip(x, extra, strict=True) if e > NOISE - 1]
+        exponent = _fitted([v for v, _ in clear], [e for _, e in clear])
         rows.append([name, *(f"+{e:.0%}" if e >= 0 else f"{e:.0%}" for e in extra), exponent])
-        series[name] = ([v for v, _ in positive], [100 * e for _, e in positive])
+        series[name] = ([v for v, _ in clear], [100 * e for _, e in clear])
     other = "image size" if kind == "batch" else "batch"
     title = f"Time added to a training step of ResNet-18, by {kind} ({other} {entries[0][other]})"
     table = Table([kind, *(f"{value:g}" for value in x), "exponent"], rows, title)

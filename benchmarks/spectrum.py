@@ -2,9 +2,10 @@
 
 Seconds (median of 3), the value, and by how much it is above (+) or below (-) the true norm, which is that of a dense
 matrix or of all frequencies. A value below the truth makes a certificate wrong: it is marked, and counted for each way.
-``orthogonium``'s ``get_conv_sv`` is shown where it is installed; torch's ``spectral_norm`` estimates the norm of the
-reshaped weight, which is not that of the convolution. Gram iteration, ours and that of ``get_conv_sv``, knows nothing
-of padding that repeats outputs (circular padding 2).
+"... for every size" holds for images of any size. In brackets: steps of Gram iteration, which, ours and that of
+``get_conv_sv``, knows nothing of padding that repeats outputs (circular padding 2). orthogonium's ``get_conv_sv`` is
+shown where it is installed; it is written for that library's own layers, and here takes plain ones, with strides too.
+torch's ``spectral_norm`` estimates the norm of the reshaped weight, which is not that of the convolution, in float32.
 """
 
 from __future__ import annotations

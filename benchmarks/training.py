@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 import trysquare as ts
 from benchmarks import peers
+from benchmarks.report import RADII
 from trysquare.progress import track
 
 LEARNING_RATE = 3e-3
 AUGMENT: dict[str, Any] = {"cifar10": {"random_crop": {"padding": 4}, "flip": {}}}
-EPSILONS = (36 / 255, 72 / 255, 108 / 255, 1.0)
+EPSILONS = tuple(radius / 255 for radius in RADII)
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,23 @@ def test_convolutions_are_exchanged_and_nothing_else(variant):
         nn.Flatten(),
         nn.Linear(32, 2),
     )
+    before = [model[0], model[2][0]]
     changed = exchange(model, VARIANTS[variant].make)
+    assert changed[0] is not before[0]
+    assert changed[2][0] is not before[1]
     assert changed(torch.randn(2, 3, 4, 4)).shape == (2, 2)
     assert type(changed[4]) is nn.Linear
     assert isinstance(changed[1], ts.MaxMin)
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in OURS])
+@pytest.mark.parametrize(("channels", "size", "stride"), [((4, 4), 3, 1), ((4, 8), 3, 2), ((4, 4), 4, 2)])
+def test_layers_of_the_peer_have_the_sizes_of_the_reference(variant, channels, size, stride):
+    pytest.importorskip("orthogonium")
+    pytest.importorskip("einops")
+    x = torch.randn(1, channels[0], 8, 8)
+    found, expected = (VARIANTS[name].make(*channels, size, stride, 1)(x) for name in (variant, "Conv2d"))
+    assert found.shape == expected.shape
 
 
 def test_linear_layers_are_exchanged_if_asked_for():

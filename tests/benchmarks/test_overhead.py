@@ -1,11 +1,12 @@
 import pytest
+import torch
 from benchmarks.measure import ChildError
 from benchmarks.overhead import Case, Limits
 from torch import nn
 
 from benchmarks import overhead
 
-LIMITS = Limits(rounds=1, processes=2, seconds=1.0, gigabytes=1.0)
+LIMITS = Limits(rounds=1, processes=2, patience=1.0, seconds=1.0, gigabytes=1.0)
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def test_what_fails_with_a_batch_is_not_tried_with_a_larger_one(tried):
     cases = [Case("resnet34", 4, batch) for batch in (8, 2)]
     found = overhead._measure_network(cases, ["Conv2d", "SOC"], LIMITS)
     assert [entry["batch"] for entry in found] == [2, 8]
-    assert [entry["rows"]["SOC"] for entry in found] == [{"error": "not ready at batch 2"}] * 2
+    assert [entry["rows"]["SOC"] for entry in found] == [{"error": "not ready (batch 2)"}] * 2
     assert [batch for batch, variant in tried if variant == "SOC"] == [2]
 
 
@@ -43,3 +44,9 @@ def test_two_kinds_that_are_the_same_network_are_measured_once(tried):
     rows = overhead._measure_case(Case("resnet34", 4, 2), ["Conv2d", "AOC", "AOC parsimonious"], LIMITS, {})
     assert "the network is that of AOC" in rows["AOC parsimonious"]["error"]
     assert "train" in rows["AOC"]
+
+
+@pytest.mark.parametrize(("network", "same"), [("resnet18", True), ("bcop-small", False)])
+def test_a_stride_that_keeps_the_channels_makes_them_two(network, same):
+    with torch.device("meta"):
+        assert overhead._same_network(Case(network, 32, 2), ["AOC", "AOC parsimonious"]) == same

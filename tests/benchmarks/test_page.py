@@ -41,10 +41,10 @@ def test_missing_peers_and_quick_runs_are_said_so():
 @pytest.mark.parametrize(
     ("name", "wins"),
     [
-        ("overhead", ["SOC of orthogonium runs, ours does not"]),
-        ("orthogonalizers", ["bjorck, matrix 1 x 8 x 8: Björck-Bowie of orthogonium takes 3 ms, ours 4 ms (1.33x)",
+        ("overhead", ["SOC of orthogonium runs, ours: not ready after 1 s"]),
+        ("orthogonalizers", ["matrix 1 x 8 x 8: Björck-Bowie of orthogonium takes 3 ms, ours 4 ms (1.33x)",
                              "accuracy after up to 2 steps"]),
-        ("scaling", []),
+        ("scaling", ["kernel, channels 16: AOC of orthogonium takes 1e+05 ms, ours 2.56e+05 ms (2.56x)"]),
         ("methods", ["at 36/255 after the same time: orthogonium aoc 45.0%, aoc 40.0%"]),
         ("recipe", ["at 36/255 after the same time by the recipe digits: orthogonium 45.0%, trysquare 40.0%"]),
         ("kernels", ["kernel of 2 channels, 3 x 3: AOC of orthogonium takes 1 ms, ours 2 ms (2.00x)"]),
@@ -103,15 +103,24 @@ def test_noise_is_no_win():
 def test_targets_stand_next_to_what_was_measured():
     *_, targets = command("overhead").describe(overhead(aoc_eval=1.1))
     verdicts = {row[0].split(": ")[1]: row[1:] for row in targets.rows}
-    assert verdicts["share of orthogonium's added time"] == ["0.167", "0.100", "0.100 to 0.100", "yes"]
-    assert verdicts["train time"] == ["1.600", "1.500", "1.500 to 1.500", "yes"]
-    assert verdicts["eval time"] == ["1.020", "1.100", "1.100 to 1.100", "**no**"]
-    assert verdicts["peak memory"] == ["1.050", "1.040", "1.027 to 1.050", "yes"]
+    assert verdicts["share of orthogonium's added time"] == ["0.167", "0.100", "3", "0.100 to 0.100", "yes"]
+    assert verdicts["train time"] == ["1.600", "1.500", "3", "1.500 to 1.500", "yes"]
+    assert verdicts["eval time"] == ["1.020", "1.100", "3", "1.100 to 1.100", "**no**"]
+    assert verdicts["peak memory"] == ["1.050", "1.040", "3", "1.027 to 1.050", "yes"]
 
 
-def test_exponents_are_shown():
+def test_exponents_are_shown_where_there_is_a_power():
     text = to_text(command("scaling").describe(DATA["scaling"]()))
     assert "-1.00 (R² 1.00)" in text
+    data = DATA["scaling"]()
+    data["kernels"]["channels"][1]["seconds"]["trysquare"] = [1000.0]
+    assert "none (R² 0." in to_text(command("scaling").describe(data))
+
+
+def test_an_overhead_within_noise_is_no_place_to_fit_a_power():
+    data = DATA["scaling"]()
+    data["overhead"]["batch"][2]["seconds"]["AOC"] = [8.1]
+    assert "too few" in to_text(command("scaling").describe(data))
 
 
 def test_page_and_figures_are_written(tmp_path):
@@ -200,7 +209,13 @@ def test_a_plot_is_the_same_file_each_time(tmp_path):
 
 
 def test_committed_page_is_what_the_committed_results_make():
-    assert page.PAGE.read_text() == page.render(results.read(results.FOLDER)), "run python -m benchmarks page"
+    found = results.read(results.FOLDER)
+    assert page.PAGE.read_text() == page.render(found), "run python -m benchmarks page"
+    figures = page.PAGE.parent / "figures"
+    drawn = {plot.name for plot in page.plots(found)}
+    sections = {name.split("-")[0] for name in drawn}
+    committed = {path.stem for path in figures.glob("*.svg") if path.stem.split("-")[0] in sections}
+    assert committed == drawn, "run python -m benchmarks page, and delete figures that are not on it"
 
 
 def test_command_writes_what_it_prints(tmp_path, capsys):
