@@ -71,7 +71,7 @@ def render(found: dict[str, dict[str, Any]]) -> str:
         "other.",
         "",
         "The peer is [orthogonium](https://pypi.org/project/orthogonium/), by the authors of *An Adaptive Orthogonal "
-        "Convolution Scheme for Efficient and Flexible CNN Architectures*, the paper of which there is talk below. "
+        "Convolution Scheme for Efficient and Flexible CNN Architectures*, called the paper below. "
         "[Methods](methods.md) says what AOC, BCOP, SOC, Cayley and the others are, and what each can do.",
         "",
         "## Where a peer is better",

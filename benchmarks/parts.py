@@ -52,11 +52,14 @@ class Parts:
 
     def _left(self) -> dict[str, Any]:
         try:
-            left: dict[str, Any] = json.loads(self.path.read_text())
-            left["about"].items(), left["finished"].items(), float(left["seconds"])
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            left = json.loads(self.path.read_text())
+            return {
+                "about": dict(left["about"]),
+                "finished": dict(left["finished"]),
+                "seconds": float(left["seconds"]),
+            }
+        except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{self.path} does not hold parts of a run ({error}): delete it") from error
-        return left
 
     def carry_out(self, plan: Any) -> Any:
         """Measure what is not finished, one part after the other, and return the result."""

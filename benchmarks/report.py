@@ -189,8 +189,9 @@ def better_trained(when: str, rows: Mapping[str, Any], pairs: Mapping[str, str])
 
 
 def failures(rows: Mapping[str, Any]) -> list[str]:
-    """A sentence for each row that is an error in place of numbers."""
-    return [f"{name} is not in the table: {row['error']}." for name, row in rows.items() if "error" in row]
+    """A list of the rows that are an error in place of numbers, if there are any."""
+    lines = [f"* {name}: {row['error']}" for name, row in rows.items() if "error" in row]
+    return ["\n".join(["Not in the table:", "", *lines])] if lines else []
 
 
 def accuracy_table(kind: str, title: str, rows: Mapping[str, Any]) -> Table:
