@@ -15,7 +15,7 @@ from trysquare.parametrizations import soc
 
 # What the terms do not do, or not for less.
 WITH_KERNEL = {
-    "not square", "shortcut", "transposed groups",
+    "not square", "shortcut", "shared factor", "transposed groups",
     "1-D", "1-D stride", "1-D transposed", "3-D stride", "3-D transposed",
 }  # fmt: skip
 
@@ -146,6 +146,81 @@ def test_another_weight_than_ours_is_what_counts():
     with torch.no_grad():
         layer.weight.mul_(3)
     torch.testing.assert_close(layer(x), 3 * expected)
+
+
+def test_a_weight_of_another_kind_in_its_place_is_what_counts():
+    """Also in evaluation, where the weight of before may still be kept."""
+    layer = ts.OrthoConv2d(4, 4, 3, method="soc", bias=False)
+    x = torch.randn(2, 4, 6, 6)
+    with torch.no_grad():
+        layer.eval()(x)
+    parametrize.remove_parametrizations(layer, "weight")
+    torch.nn.utils.parametrizations.weight_norm(layer)
+    with torch.no_grad():
+        layer.parametrizations.weight.original0.mul_(3)
+        for mode in (False, True):
+            torch.testing.assert_close(layer.train(mode)(x), by_kernel(layer, x))
+
+
+def test_a_parametrized_bias_does_not_matter():
+    class Half(torch.nn.Module):
+        def forward(self, bias):
+            return 0.5 * bias
+
+    layer = ts.OrthoConv2d(4, 4, 3, method="soc")
+    x = torch.randn(2, 4, 6, 6)
+    parametrize.register_parametrization(layer, "bias", Half())
+    torch.testing.assert_close(layer(x), by_kernel(layer, x))
+    parametrize.remove_parametrizations(layer, "weight")
+    torch.testing.assert_close(layer(x), by_kernel(layer, x))
+
+
+@pytest.mark.parametrize("change", ["pruned", "buffer", "registered again", "replica"])
+def test_free_tensors_are_those_of_which_torch_builds_the_weight(change):
+    layer = ts.OrthoConv2d(4, 8, 3, stride=2, method="soc", terms=4)
+    held = layer.parametrizations.weight
+    if change == "pruned":
+        torch.nn.utils.prune.l1_unstructured(held, "original1", 0.9)
+    elif change == "replica":  # of nn.DataParallel, whose tensors are no parameters
+        values = [held.original0.detach(), held.original1.detach()]
+        held._parameters.clear()
+        held.original0, held.original1 = values
+    else:
+        value = held.original0.detach()
+        del held.original0
+        if change == "buffer":
+            held.register_buffer("original0", value)
+        else:
+            held.original0 = torch.nn.Parameter(value)
+    x = torch.randn(2, 4, 6, 6)
+    assert layer._goes_by_series()
+    torch.testing.assert_close(layer(x), by_kernel(layer, x), rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_a_cached_weight():
+    layer = ts.OrthoConv2d(4, 4, 3, method="soc", dtype=torch.float64)
+    x = torch.randn(2, 4, 6, 6, dtype=torch.float64)
+    with parametrize.cached():
+        weight = layer.weight
+        (gradient,) = torch.autograd.grad(layer(x).square().sum(), weight)
+    assert gradient.abs().max() > 0
+
+
+@pytest.mark.parametrize("channels", [3, 5])
+def test_wrong_channels_are_named(channels):
+    layer = ts.OrthoConv2d(2, 12, 3, stride=2, method="soc", terms=3)
+    with pytest.raises(ValueError, match=rf"input of shape \(2, {channels}, 6, 6\) must be \(batch, 2, and 2 sizes\)"):
+        layer(torch.randn(2, channels, 6, 6))
+
+
+def test_large_angles_keep_the_kernel():
+    """Terms are rounded one by one, and a rounding grows with the angle."""
+    assert ts.OrthoConv2d(4, 4, 3, method="soc", norm=2.0)._series is None
+
+
+@pytest.mark.parametrize(("numbers", "series"), [((64, 128, 3, 2), True), ((64, 16, 3, 4), False)])
+def test_terms_are_applied_where_they_take_fewer_products(numbers, series):
+    assert (ts.OrthoConv2d(*numbers, method="soc")._series is not None) == series
 
 
 def test_factors_are_made_once_where_torch_caches(monkeypatch):

@@ -37,9 +37,16 @@ class ParametrizedWeight(nn.Module):
         return self._cache.weight if self._is_as_made() else self.weight
 
     def _is_as_made(self) -> bool:
-        """Whether nobody has taken the parametrization off, or added another one after it."""
-        held = self._modules.get("parametrizations")
-        return held is not None and len(held._modules["weight"]._modules) == 1  # type: ignore[union-attr,arg-type]
+        """Whether the weight is ours: nobody has taken our parametrization off, or added another one after it."""
+        held: Any = self._modules.get("parametrizations")
+        chain = held and held._modules.get("weight")
+        if not chain or len(chain._modules) != 1:
+            return False
+        return getattr(chain._modules["0"], "cache", None) is self._cache
+
+    def computes_with(self) -> list[Tensor]:
+        """Tensors that a forward pass computes with; within ``parametrize.cached()`` always the same ones."""
+        return [self.weight]
 
     @property
     def parametrization(self) -> Parametrization:

@@ -24,7 +24,6 @@ from trysquare.layers.padding import CONV, PLAIN_CONV, crops, crops_for, flat, n
 from trysquare.layers.series import Series
 from trysquare.layers.wrapping import circular_convolution, circular_pad
 from trysquare.linalg.orthogonalize import orthogonalizer as find_orthogonalizer
-from trysquare.linalg.precision import at_least_float32
 from trysquare.parametrizations import find_method
 
 Size = int | Sequence[int]
@@ -103,28 +102,41 @@ class _OrthogonalConvolution(ParametrizedWeight):
     def _goes_by_series(self) -> bool:
         """Whether to train without the weight. Bounds are those of the weight, so in eval mode it is what counts.
 
-        A short dtype wants it too: it is rounded once, the terms each by itself.
+        So it is where somebody has asked for it in ``parametrize.cached()``, and may want its gradient.
         """
         if self._series is None or not self.training or not self._is_as_made():
             return False
-        dtype = self.parametrization.like.dtype
-        return dtype == at_least_float32(dtype)
+        if parametrize._cache_enabled and (id(self), "weight") in parametrize._cache:
+            return False
+        # A shorter weight is rounded once, the terms would be each by itself.
+        return self.parametrization.like.dtype in (torch.float32, torch.float64)
 
     def _apply_series(self, x: Tensor) -> Tensor:
         assert self._series is not None
         matrix, skew = self._factors()
         return self._series(x, matrix, skew, self.bias)
 
-    def _factors(self) -> Any:
+    def _factors(self) -> tuple[Tensor | None, Tensor]:
         """What the series is made of; within ``parametrize.cached()`` made once, as a weight would be."""
         made: Any = self.parametrization
         if not parametrize._cache_enabled or torch.compiler.is_compiling():
-            return made.factors(*self.free_tensors)
+            return made.factors(*self._sources())  # type: ignore[no-any-return]
         kept: dict[Any, Any] = parametrize._cache
         key = (id(made), "factors")
         if key not in kept:
-            kept[key] = made.factors(*self.free_tensors)
-        return kept[key]
+            kept[key] = made, made.factors(*self._sources())  # held, so that the id stays its own
+        return kept[key][1]  # type: ignore[no-any-return]
+
+    def _sources(self) -> list[Tensor]:
+        """What torch would build the weight from, be they parameters or not."""
+        held = self.parametrizations["weight"]
+        return [getattr(held, f"original{number}") for number in range(held.ntensors)]
+
+    def computes_with(self) -> list[Tensor]:
+        """The factors of the series, or the weight."""
+        if not self._goes_by_series():
+            return super().computes_with()
+        return [tensor for tensor in self._factors() if tensor is not None]
 
     def as_torch(self) -> nn.Module:
         """A plain layer of torch, and padding layers where torch has no argument for the padding."""
@@ -169,7 +181,8 @@ class _OrthogonalConvolution(ParametrizedWeight):
         return self.padding_mode == "circular" and all(sum(pad) >= extent - stride for pad, extent, stride in axes)
 
     def _check_axes(self, x: Tensor) -> None:
-        if x.ndim not in (self.dims + 1, self.dims + 2) or 0 in x.shape[-self.dims :]:
+        channels = x.shape[-1 - self.dims] if x.ndim in (self.dims + 1, self.dims + 2) else 0
+        if channels != self.in_channels or 0 in x.shape[-self.dims :]:
             raise ValueError(
                 f"input of shape {tuple(x.shape)} must be (batch, {self.in_channels}, and {self.dims} sizes) or the "
                 "same without the batch, no size being 0"

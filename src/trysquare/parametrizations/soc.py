@@ -158,7 +158,10 @@ class SOC(Composed):
             return self._blocks(self._split_taps(self.matrix(exact[0])).movedim((-2, -1), (1, 2))), skew
 
     def _blocks(self, kernel: Tensor) -> Tensor:
-        """``(g, n, m, *k)`` to ``(g n, m, *k)``, transposed where the weight is."""
+        """``(g, n, m, *k)`` to ``(g n, m, *k)``; each tap is transposed where those of the weight are.
+
+        That reverses the order of the factors, and makes the exponential that of the transposed skew kernel.
+        """
         kernel = kernel.transpose(1, 2) if self.geometry.built_from_adjoint else kernel
         return kernel.flatten(0, 1).to(self.like.dtype)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
+from trysquare.layers.base import ParametrizedWeight
 from trysquare.losses import Loss
 from trysquare.models import Classifier
 from trysquare.training.build import takes_head
@@ -81,6 +82,8 @@ def _built_weights(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
         if parametrize.is_parametrized(module):
             names: Any = module.parametrizations
-            yield from (getattr(module, name) for name in names)
+            for name in names:
+                ours = name == "weight" and isinstance(module, ParametrizedWeight)
+                yield from module.computes_with() if ours else [getattr(module, name)]  # type: ignore[operator]
         if not isinstance(module, parametrize.ParametrizationList):
             yield from (parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad)
