@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import time
 from collections.abc import Iterator
 from functools import partial
 from statistics import median
@@ -69,7 +70,7 @@ class Limits(NamedTuple):
     Attributes:
         rounds: samples of each time.
         processes: samples of each peak of memory.
-        patience: seconds after which a variant is sampled no more.
+        patience: seconds after which a variant is sampled no more; once in any case.
         seconds: time of a process.
         gigabytes: memory of a process.
     """
@@ -90,10 +91,12 @@ FULL = (
 )
 QUICK = (Case("resnet18", 32, 8),)
 QUICK_VARIANTS = (REFERENCE, "AOC", "AOC parsimonious", "orthogonium AOC")
-# Targets for AOC: its share of the time that orthogonium adds to the same network, and at ResNet-34 ratios to Conv2d,
-# of training by batch.
+# Seconds of a step from which on a variant is not tried with a larger batch.
+SLOW_STEP = 25.0
+# Targets for AOC: its share of the time that orthogonium adds to the same network, and at ResNet-34 ratios to Conv2d
+# by batch.
 SHARE_OF_PEER = 1 / 6
-TARGETS = {"train": {8: 1.6, 32: 1.2}, "eval": 1.02, "memory": 1.05}
+TARGETS = {"train": {8: 1.6, 32: 1.2}, "eval": {8: 1.02, 32: 1.02}, "memory": {8: 1.05, 32: 1.05}}
 PEER = "orthogonium "
 MEASURED = {
     "train": ("training step", "s", 1.0),
@@ -153,14 +156,22 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure_network(cases: list[Case], chosen: list[str], limits: Limits) -> list[dict[str, Any]]:
-    """Samples of each case; what fails with a batch is not tried with a larger one."""
+    """Samples of each case; what fails with a batch, or takes very long, is not tried with a larger one."""
     found: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
     for case in sorted(cases):
         rows = _measure_case(case, chosen, limits, failed)
         found.append({**case._asdict(), "rows": rows})
-        failed = {name: row["error"] for name, row in rows.items() if "error" in row}
+        failed = {name: _why_not_larger(case, row) for name, row in rows.items()}
     return found
+
+
+def _why_not_larger(case: Case, row: dict[str, Any]) -> str:
+    """Why a variant is not tried with a larger batch; nothing if it is."""
+    if "error" in row:
+        return str(row["error"])
+    seconds = median(row["train"])
+    return f"a step with batch {case.batch} takes {seconds:.0f} s" if seconds > SLOW_STEP else ""
 
 
 def _measure_case(case: Case, chosen: list[str], limits: Limits, failed: dict[str, str]) -> dict[str, dict[str, Any]]:
@@ -174,23 +185,28 @@ def _measure_case(case: Case, chosen: list[str], limits: Limits, failed: dict[st
     trained = interleaved({name: train_step(models[name], x, labels) for name in works}, limits.rounds, **options)
     for model in models.values():
         model.zero_grad()
-    evaluated = interleaved({name: evaluation(models[name], x) for name in works}, 4 * limits.rounds + 3, **options)
-    del models
+    calls = {name: evaluation(models[name], x) for name in works if "memory_eval" in rows[name]}
+    evaluated = interleaved(calls, 4 * limits.rounds + 3, **options)
+    del models, calls
     gc.collect()
-    for name in works:
-        rows[name] |= {"train": trained[name], "eval": evaluated[name]}
+    for mode, samples in (("train", trained), ("eval", evaluated)):
+        for name, seconds in samples.items():
+            rows[name][mode] = seconds
     return rows
 
 
 def _memory(case: Case, chosen: list[str], limits: Limits, failed: dict[str, str]) -> dict[str, dict[str, Any]]:
     """What several processes of each variant needed, in turns, or why there is nothing."""
-    rows: dict[str, dict[str, Any]] = {name: {"error": failed[name]} if name in failed else {} for name in chosen}
+    rows: dict[str, dict[str, Any]] = {name: {"error": failed[name]} if failed.get(name) else {} for name in chosen}
     if _same_network(case, chosen):
         rows["AOC parsimonious"] = {"error": "the network is that of AOC, since all layers with a stride expand"}
     tries = [name for _ in range(limits.processes) for name in chosen]
+    spent = dict.fromkeys(chosen, 0.0)
     for name in track(tries, f"memory, {case}", len(tries)):
-        if "error" not in rows[name]:
-            _add_sample(rows[name], case, name, limits)
+        if "error" not in rows[name] and spent[name] < limits.patience:
+            start = time.perf_counter()
+            _add_samples(rows[name], case, name, limits)
+            spent[name] += time.perf_counter() - start
     return rows
 
 
@@ -203,17 +219,17 @@ def _same_network(case: Case, chosen: list[str]) -> bool:
     return expressive == parsimonious
 
 
-def _add_sample(row: dict[str, Any], case: Case, variant: str, limits: Limits) -> None:
+def _add_samples(row: dict[str, Any], case: Case, variant: str, limits: Limits) -> None:
+    """Memory of training and of evaluation; without the first the variant has failed."""
     arguments = [torch.get_num_threads(), limits.gigabytes]
-    modes = ("train", "eval")
-    try:
-        found = [in_child("benchmarks.memory", [*case, variant, mode, *arguments], limits.seconds) for mode in modes]
-    except ChildError as error:
-        if "memory_train" not in row:
-            row["error"] = f"{error} (batch {case.batch})"
-        return
-    for mode, sample in zip(modes, found, strict=True):
-        row.setdefault(f"memory_{mode}", []).append(sample)
+    for mode, failure in (("train", "error"), ("eval", "eval_error")):
+        try:
+            sample = in_child("benchmarks.memory", [*case, variant, mode, *arguments], limits.seconds)
+            row.setdefault(f"memory_{mode}", []).append(sample)
+        except ChildError as error:
+            if f"memory_{mode}" not in row:
+                row[failure] = f"{error} (batch {case.batch})"
+                return
 
 
 def _cases(data: dict[str, Any]) -> Iterator[tuple[Case, dict[str, Any]]]:
@@ -222,18 +238,17 @@ def _cases(data: dict[str, Any]) -> Iterator[tuple[Case, dict[str, Any]]]:
 
 
 def _samples(rows: dict[str, Any]) -> dict[str, Samples]:
-    """Seconds and bytes of the variants that ran, by name."""
-    return {
-        name: {
-            "train": row["train"],
-            "eval": row["eval"],
-            "memory": [sample["peak"] for sample in row["memory_train"]],
-            "eval memory": [sample["peak"] for sample in row["memory_eval"]],
-            "saved": [sample["saved"] for sample in row["memory_train"]],
-        }
-        for name, row in rows.items()
-        if "error" not in row
-    }
+    """Seconds and bytes of the variants that ran, by name; some could be trained only."""
+    found: dict[str, Samples] = {}
+    for name, row in rows.items():
+        if "error" in row:
+            continue
+        found[name] = {"train": row["train"]}
+        for mode, kind in (("train", "memory"), ("eval", "eval memory")):
+            if mode in row:
+                found[name] |= {mode: row[mode], kind: [sample["peak"] for sample in row[f"memory_{mode}"]]}
+        found[name]["saved"] = [sample["saved"] for sample in row["memory_train"]]
+    return found
 
 
 def describe(data: dict[str, Any]) -> list[Part]:
@@ -242,9 +257,13 @@ def describe(data: dict[str, Any]) -> list[Part]:
     for case, rows in _cases(data):
         samples = _samples(rows)
         parts += [_table(case, samples)] if REFERENCE in samples else [f"No table of {case}:"]
-        parts += failures(rows)
+        parts += failures({**rows, **_not_evaluated(rows)})
         parts += [_plot(case, samples)] if REFERENCE in samples and len(samples) > 1 else []
     return [*parts, *_targets(data)]
+
+
+def _not_evaluated(rows: dict[str, Any]) -> dict[str, Any]:
+    return {f"{name}, evaluation": {"error": row["eval_error"]} for name, row in rows.items() if "eval_error" in row}
 
 
 def _table(case: Case, samples: dict[str, Samples]) -> Table:
@@ -279,11 +298,10 @@ def _targets_of(case: Case, samples: dict[str, Samples]) -> list[list[str]]:
         shares = [(ours - plain) / (theirs - plain) for ours, plain, theirs in turns if theirs > plain]
         rows += [_verdict(f"{case}: share of orthogonium's added time", SHARE_OF_PEER, shares)] if shares else []
     if case.network == "resnet34":
-        found = {key: ratios(aoc[key], base[key]) for key in base}
-        if case.batch in TARGETS["train"]:
-            rows.append(_verdict(f"{case}: train time", TARGETS["train"][case.batch], found["train"]))
-        rows.append(_verdict(f"{case}: eval time", TARGETS["eval"], found["eval"]))
-        rows.append(_verdict(f"{case}: peak memory", TARGETS["memory"], found["memory"]))
+        for key, name in (("train", "train time"), ("eval", "eval time"), ("memory", "peak memory")):
+            most = TARGETS[key].get(case.batch)
+            if most and key in aoc and key in base:
+                rows.append(_verdict(f"{case}: {name}", most, ratios(aoc[key], base[key])))
     return rows
 
 
@@ -302,8 +320,8 @@ def peer_wins(data: dict[str, Any]) -> list[str]:
         ours = {VARIANTS[name].method: name for name in raw if VARIANTS[name].library == "trysquare"}
         theirs = {name: ours.get(VARIANTS[name].method, "") for name in samples if name.startswith(PEER)}
         for key, (what, unit, scale) in MEASURED.items():
-            numbers = {name: scale * median(row[key]) for name, row in samples.items()}
-            values = {name.removeprefix(PEER): numbers[name] for name in theirs}
+            numbers = {name: scale * median(row[key]) for name, row in samples.items() if key in row}
+            values = {name.removeprefix(PEER): numbers[name] for name in theirs if name in numbers}
             mine = {name.removeprefix(PEER): numbers[own] for name, own in theirs.items() if own in numbers}
             found += better_peers(f"{case}, {what}", unit, mine, values)
         for name, own in theirs.items():

@@ -141,21 +141,22 @@ def megabytes(number: float) -> str:
 
 
 def with_ratios(row: Samples, reference: Samples, shown: Mapping[str, Callable[[float], str]]) -> list[str]:
-    """Cells of a table: for each kind of sample the median as ``shown``, and the ratio to the reference."""
-    return [
-        cell
-        for kind, show in shown.items()
-        for cell in (show(median(row[kind])), times(ratio(row[kind], reference[kind])))
-    ]
+    """Cells of a table: for each kind of sample the median as ``shown``, and the ratio to the reference, if any."""
+    cells = []
+    for kind, show in shown.items():
+        has = kind in row and kind in reference
+        cells += [show(median(row[kind])), times(ratio(row[kind], reference[kind]))] if has else ["", ""]
+    return cells
 
 
 def ratio_plot(name: str, title: str, samples: Mapping[str, Samples], reference: str, kinds: Mapping[str, str]) -> Plot:
     """Bars of the ratios to the reference of each other name, for each kind of sample and its label."""
     names = [other for other in samples if other != reference]
-    series = {
-        label: (range(len(names)), [ratio(samples[other][kind], samples[reference][kind]) for other in names])
-        for kind, label in kinds.items()
-    }
+    series = {}
+    for kind, label in kinds.items():
+        base = samples[reference].get(kind)
+        places = [place for place, other in enumerate(names) if base and kind in samples[other]]
+        series[label] = (places, [ratio(samples[names[place]][kind], base) for place in places])
     return Plot(name, title, series, "", f"times {reference}", ticks=names, log="y", reference=1)
 
 

@@ -34,6 +34,38 @@ def test_what_fails_with_a_batch_is_not_tried_with_a_larger_one(tried):
     assert [batch for batch, variant in tried if variant == "SOC"] == [2]
 
 
+def test_what_takes_very_long_is_not_tried_with_a_larger_batch(tried, monkeypatch):
+    monkeypatch.setattr(overhead, "SLOW_STEP", 0.0)
+    cases = [Case("resnet34", 4, batch) for batch in (2, 8)]
+    found = overhead._measure_network(cases, ["Conv2d"], LIMITS)
+    assert "train" in found[0]["rows"]["Conv2d"]
+    assert found[1]["rows"] == {"Conv2d": {"error": "a step with batch 2 takes 0 s"}}
+
+
+def test_a_slow_variant_has_one_process(tried):
+    overhead._memory(Case("resnet34", 4, 2), ["Conv2d"], LIMITS._replace(patience=1e-9), {})
+    assert tried == [(2, "Conv2d")] * 2  # train and eval
+    overhead._memory(Case("resnet34", 4, 2), ["Conv2d"], LIMITS, {})
+    assert len(tried) == 2 + 4
+
+
+def test_what_can_only_be_trained_has_a_row(monkeypatch, tried):
+    def child(module, arguments, limit):
+        if arguments[3] == "SOC" and arguments[4] == "eval":
+            raise ChildError("not ready")
+        return {"peak": 2, "saved": 1}
+
+    monkeypatch.setattr(overhead, "in_child", child)
+    data = {"resnet34": overhead._measure_network([Case("resnet34", 4, 2)], ["Conv2d", "SOC"], LIMITS)}
+    table, missing, plot, *_ = overhead.describe(data)
+    assert "train" in data["resnet34"][0]["rows"]["SOC"]
+    assert table.rows[1][0] == "SOC"
+    assert table.rows[1][3:5] == ["", ""]
+    assert "* SOC, evaluation: not ready (batch 2)" in missing
+    assert plot.series["evaluation"] == ([], [])
+    assert not overhead.peer_wins(data)
+
+
 def test_samples_that_were_taken_are_kept(tried):
     row = overhead._measure_network([Case("resnet34", 4, 2)], ["Conv2d", "Cayley"], LIMITS)[0]["rows"]["Cayley"]
     assert row["memory_train"] == row["memory_eval"] == [{"peak": 2, "saved": 1}]
