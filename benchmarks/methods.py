@@ -1,7 +1,7 @@
 """Every method and block: cost of a layer against ``nn.Conv2d``, and certified accuracy after the same time.
 
 Cost: building the weight with its gradient (for the methods in the Fourier domain the response at that image size; SOC
-trains without its weight), forward and backward pass of the layer in training with gradients of input and parameters,
+does without its weight), forward and backward pass of the layer in training with gradients of input and parameters,
 the forward pass in eval mode, and the bytes that autograd keeps. Accuracy: the network of Li et al. with each kind of
 convolution, trained once for the same number of seconds on CIFAR-10 (``--data``) or the digits of the package, then
 certified. Blocks that keep the shape stand behind an AOC convolution that changes it. All are trained alike, by Adam

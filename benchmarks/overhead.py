@@ -11,9 +11,8 @@ adaptive SOC build their kernels in each evaluation; exported, as it advises, AO
 Its copies of the originals are as these are: strides emulated by more channels (Cayley with kernels of half the size),
 BCOP with 12 steps of Björck, SOC with zeros around the map, 5 terms in training and 12 in evaluation, Cayley built anew
 in each evaluation. "BCOP, original style" emulates strides too, and iterates until it has converged. Our SOC is exact
-to 1e-6 by nine terms: in training they are applied one by one, in evaluation 3 x 3 becomes 19 x 19. "SOC, 3 terms" has
-as many as adaptive SOC, and an error of up to 0.052. SOC and orthogonium's BCOP have the next odd kernel size in the
-place of an even one.
+to 1e-6 by nine terms, applied one by one; "SOC, 3 terms" has as many as adaptive SOC, and an error of up to 0.052. SOC
+and orthogonium's BCOP have the next odd kernel size in the place of an even one.
 
 Times are medians, all variants in turns, slow ones in fewer; a ratio is the median of those within each turn, so not
 quite that of the medians. Memory is the peak of a fresh process for each variant in three steps, interpreter included;

@@ -78,8 +78,8 @@ NOTES = {
     "imaginary axis is constant, so none is exactly orthogonal for every skew kernel; the layer states a certified "
     "error instead (`layer.truncation_error`), which more `terms` make as small as wanted. `kernel_size` "
     "is that of the skew kernel and must be odd: a skew kernel has a tap at `-j` for each tap at `j`. On a circular "
-    "domain, where that takes fewer products, it is trained by applying the terms one after the other; the large "
-    "kernel is built for evaluation and export.",
+    "domain, where that takes fewer products, the terms are applied one after the other; the large kernel is built "
+    "for certificates and export.",
     "sc-fac": "`sc-fac` kernels are separable: `K_ij = A_i M B_j`. Checked by the rank of the taps as a block matrix.",
     "fourier": "A convolution built from free blocks at each frequency has a kernel as large as the image (a kernel of "
     "`k` taps has only `prod(k)` degrees of freedom for the blocks of all frequencies), so it depends on the size of "

@@ -288,9 +288,14 @@ def _refuse_hooks(layer: nn.Module) -> None:
 def used_weight(layer: nn.Module) -> Tensor:
     """The weight after the casts that the forward pass makes, in float64 on the CPU.
 
+    Of a convolution that is applied in terms, what they add up to.
+
     The hooks of torch's ``weight_norm``, ``spectral_norm`` and pruning set it before each pass, so until then the
     attribute is the one of the pass before: they are asked for it.
     """
+    terms = layer.weight_of_terms() if isinstance(layer, _OrthogonalConvolution) else None
+    if terms is not None:
+        return checked_weight(terms, type(layer).__name__)
     weight: Any = layer.weight
     for hook in layer._forward_pre_hooks.values():
         if isinstance(hook, WeightNorm) and hook.name == "weight":

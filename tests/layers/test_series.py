@@ -1,6 +1,7 @@
 """SOC by its terms, one after the other: the same function as the convolution with its kernel, for less."""
 
 import copy
+from math import prod
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import trysquare as ts
 from tests.oracle import CONV, CONV_TRANSPOSE
 from tests.test_methods import FEATURES, make
 from trysquare.layers import series
+from trysquare.operators import used_weight
 from trysquare.parametrizations import soc
 
 # What the terms do not do, or not for less.
@@ -96,10 +98,66 @@ def test_training_does_not_build_the_kernel():
     (layer.adjoint()(y) + layer.inverse()(y)).sum().backward()
 
 
-def test_evaluation_is_the_weight_that_bounds_are_about():
-    layer = ts.OrthoConv2d(4, 4, 3, method="soc").eval()
+@pytest.mark.usefixtures("no_kernel")
+def test_evaluation_does_not_build_the_kernel_and_keeps_the_factors(monkeypatch):
+    calls = []
+    bound = soc.kernel_norm_bound
+    monkeypatch.setattr(soc, "kernel_norm_bound", lambda *args: calls.append(1) or bound(*args))
+    layer = ts.OrthoConv2d(4, 6, 3, stride=2, method="soc")
     x = torch.randn(1, 4, 6, 6)
-    assert torch.equal(layer(x), by_kernel(layer, x))
+    expected = layer(x)
+    layer.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected)
+        layer.adjoint()(layer(x))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("write", ["in place", "data", "load", "move", "step"])
+def test_factors_are_not_kept_too_long(write):
+    layer = ts.OrthoConv2d(4, 6, 3, stride=2, method="soc").eval()
+    x = torch.randn(2, 4, 6, 6)
+    with torch.no_grad():
+        layer(x)
+        for number, free in enumerate(layer.free_tensors):
+            if write == "in place":
+                free.normal_()
+            elif write == "data":
+                free.data.normal_()
+                layer.train().eval()
+            elif write == "load":
+                state = layer.state_dict()
+                state[f"parametrizations.weight.original{number}"] = torch.randn_like(free)
+                layer.load_state_dict(state)
+            elif write == "move":
+                layer.double()
+                layer.free_tensors[number].data.normal_()
+                layer.float()
+            else:
+                free.grad = torch.randn_like(free)
+                torch.optim.SGD([free], lr=1.0).step()
+        torch.testing.assert_close(layer(x), by_kernel(layer, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("feature", [name for name in FEATURES if name not in WITH_KERNEL])
+def test_bounds_are_about_the_terms_in_exact_arithmetic(feature, training):
+    """Those of the layer's float32 factors, applied to basis vectors in float64."""
+    layer, shape = make("soc", feature, torch.float32, terms=7)
+    layer.train(training)
+    with torch.no_grad():
+        layer.free_tensors[-1].mul_(10)  # the largest angles
+    factors = [None if factor is None else factor.detach().double() for factor in layer._factors()]
+    basis = torch.eye(prod(shape), dtype=torch.float64).view(-1, *shape)
+    matrix = layer._series(basis, *factors, None).flatten(1).T
+    torch.testing.assert_close(layer._application(basis, used_weight(layer)).flatten(1).T, matrix, rtol=0, atol=1e-12)
+    norm = float(torch.linalg.matrix_norm(matrix, 2))
+    assert norm <= ts.spectral_norm_bound(layer, shape) < norm + 1e-5
+
+
+def test_a_double_layer_is_certified_as_it_is():
+    layer = ts.OrthoConv2d(4, 4, 3, method="soc", dtype=torch.float64)
+    torch.testing.assert_close(used_weight(layer), layer.weight.detach(), rtol=0, atol=1e-14)
 
 
 def test_terms_cost_less_than_the_kernel():

@@ -24,6 +24,7 @@ from trysquare.layers.padding import CONV, PLAIN_CONV, crops, crops_for, flat, n
 from trysquare.layers.series import Series
 from trysquare.layers.wrapping import circular_convolution, circular_pad
 from trysquare.linalg.orthogonalize import orthogonalizer as find_orthogonalizer
+from trysquare.linalg.precision import as_autocast
 from trysquare.parametrizations import find_method
 
 Size = int | Sequence[int]
@@ -100,11 +101,11 @@ class _OrthogonalConvolution(ParametrizedWeight):
         self._parametrize_weight(made)
 
     def _goes_by_series(self) -> bool:
-        """Whether to train without the weight. Bounds are those of the weight, so in eval mode it is what counts.
+        """Whether a pass does without the weight.
 
-        So it is where somebody has asked for it in ``parametrize.cached()``, and may want its gradient.
+        Not where somebody has asked for it in ``parametrize.cached()``, and may want its gradient.
         """
-        if self._series is None or not self.training or not self._is_as_made():
+        if self._series is None or not self._is_as_made():
             return False
         if parametrize._cache_enabled and (id(self), "weight") in parametrize._cache:
             return False
@@ -131,6 +132,18 @@ class _OrthogonalConvolution(ParametrizedWeight):
         """What torch would build the weight from, be they parameters or not."""
         held = self.parametrizations["weight"]
         return [getattr(held, f"original{number}") for number in range(held.ntensors)]
+
+    def weight_of_terms(self) -> Tensor | None:
+        """The kernel that the terms of a pass add up to, in float64; ``None`` if a pass uses the weight itself.
+
+        It differs from the weight by the rounding of both.
+        """
+        if not self._goes_by_series():
+            return None
+        assert self._series is not None
+        matrix, skew = self._factors()
+        exact = None if matrix is None else as_autocast(matrix).double()
+        return self._series.kernel(exact, as_autocast(skew).double())
 
     def computes_with(self) -> list[Tensor]:
         """The factors of the series, or the weight."""

@@ -1,8 +1,8 @@
-"""Training of SOC without its kernel: the terms of the exponential are applied to the input one after the other.
+"""SOC without its kernel: the terms of the exponential are applied to the input one after the other.
 
 The kernel that they add up to has ``terms (k - 1) + 1`` taps on each axis. In two and three dimensions these are many
-more than those of ``terms`` small kernels, and to add them up anew for each step costs more than most batches. For
-backward a map is kept for each term.
+more than those of ``terms`` small kernels, and in training to add them up anew for each step costs more than most
+batches. For backward a map is kept for each term.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trysquare.geometry import ConvGeometry
 from trysquare.layers.explicit import Application
+from trysquare.linalg.kernels import compose, exponential_kernel
 from trysquare.linalg.precision import as_autocast
 from trysquare.parametrizations.soc import SOC
 
@@ -71,6 +72,16 @@ class Series:
         else:
             y = self._narrowed(self._rotated(self._mixed(x, matrix), skew))
         return as_autocast(y if bias is None else y + bias.view(-1, *(1,) * self.skew.dims))
+
+    def kernel(self, matrix: Tensor | None, skew: Tensor) -> Tensor:
+        """The kernel of the convolution, not transposed, that these factors make: ``(out, in / groups, *k)``."""
+        dims, groups = self.skew.dims, self.geometry.groups
+        kernel = exponential_kernel(skew.unflatten(0, (groups, -1)), self.terms, dims=dims)
+        if matrix is not None:
+            mixing = matrix.unflatten(0, (groups, -1))
+            pair = (kernel, mixing) if self.geometry.built_from_adjoint else (mixing, kernel)
+            kernel = compose(*pair, dims=dims)
+        return kernel.narrow(2, 0, self.geometry.group_in).flatten(0, 1)
 
     @property
     def _rotates_first(self) -> bool:

@@ -1,14 +1,15 @@
 """SOC (Singla and Feizi, 2021): the exponential of a skew kernel, as one explicit kernel.
 
 A kernel ``S`` with ``Sᵀ = -S`` has an orthogonal exponential. Its Taylor polynomial ``Σ_{j <= t} Sʲ / j!`` is formed by
-block convolution (the paper, appendix E) once for each weight; in training a layer takes ``factors`` and applies the
-terms to its input (``layers.series``). The polynomial differs from the exponential by at most ``Σ_{j > t} ‖S‖ʲ / j!``,
+block convolution (the paper, appendix E) once for each weight; or a layer takes ``factors`` and applies the terms to
+its input (``layers.series``). The polynomial differs from the exponential by at most ``Σ_{j > t} ‖S‖ʲ / j!``,
 so the norm of ``S`` must be known: the free kernel is divided by a certified bound of its norm *before* it is made
 skew, which keeps it skew. Singular values are then within that sum of 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
 from math import gcd, prod
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from trysquare.linalg.kernels import adjoint, compose, exponential_kernel
 from trysquare.linalg.norms import kernel_norm_bound
 from trysquare.linalg.precision import at_least_float32, full_precision
 from trysquare.parametrizations.composed import Composed
+from trysquare.parametrizations.upkeep import WeightCache
 
 _TOLERANCE = 1e-6
 # An angle of pi reaches every rotation. The terms of the series add up to exp(norm), and with them their rounding.
@@ -83,6 +85,7 @@ class SOC(Composed):
         self.skew_size = tuple(
             (k - r) // self.terms + 1 for k, r in zip(geometry.kernel_size, geometry.reach, strict=True)
         )
+        self._factors = {"matrix": WeightCache(), "skew": WeightCache()}
         super().__init__(geometry, orthogonalizer_name, **factory)
 
     @classmethod
@@ -144,7 +147,7 @@ class SOC(Composed):
         return (flat - adjoint(flat, groups)).view_as(scaled)
 
     def factors(self, *free: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The matrix and the skew kernel, in torch's layout and the layer's dtype.
+        """The matrix and the skew kernel, in torch's layout and the layer's dtype, from the cache where that is right.
 
         The convolution with the weight is that with the exponential of the skew kernel, then that with the matrix,
         which is the identity if there is none; the other way round where the weight is built from its adjoint.
@@ -152,10 +155,25 @@ class SOC(Composed):
         self._be_tended()
         with full_precision(free[0]):
             exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]
-            skew = self._blocks(self.skew(exact[-1]))
+            skew = self._kept("skew", lambda: self._blocks(self.skew(exact[-1])), free)
             if not self._matrix_count:
                 return None, skew
-            return self._blocks(self._split_taps(self.matrix(exact[0])).movedim((-2, -1), (1, 2))), skew
+            return self._kept("matrix", lambda: self._blocks(self._taps_last(self.matrix(exact[0]))), free), skew
+
+    def _kept(self, name: str, build: Callable[[], Tensor], free: Sequence[Tensor]) -> Tensor:
+        if not self._slots or not self.may_cache(free, self._slots, self._slots):
+            return build()
+        return self._factors[name].kept(build, self._slots, self._slots)
+
+    def forget(self) -> None:
+        """Build anew next time, the factors too."""
+        super().forget()
+        for cache in self._factors.values():
+            cache.clear()
+
+    def _taps_last(self, matrix: Tensor) -> Tensor:
+        """``(g, rows, taps * c)`` to ``(g, rows, c, *reach)``."""
+        return self._split_taps(matrix).movedim((-2, -1), (1, 2))
 
     def _blocks(self, kernel: Tensor) -> Tensor:
         """``(g, n, m, *k)`` to ``(g n, m, *k)``; each tap is transposed where those of the weight are.

@@ -127,9 +127,13 @@ class Caching(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Switch mode; a switch forgets what is kept."""
         if mode != self.training:
-            self.cache.clear()
+            self.forget()
         return super().train(mode)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self.cache.clear()
+        self.forget()
         return super()._apply(fn, recurse)
+
+    def forget(self) -> None:
+        """Build anew next time."""
+        self.cache.clear()
