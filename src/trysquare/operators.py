@@ -293,7 +293,7 @@ def used_weight(layer: nn.Module) -> Tensor:
     The hooks of torch's ``weight_norm``, ``spectral_norm`` and pruning set it before each pass, so until then the
     attribute is the one of the pass before: they are asked for it.
     """
-    terms = layer.weight_of_terms() if isinstance(layer, _OrthogonalConvolution) else None
+    terms = layer._weight_of_terms() if isinstance(layer, _OrthogonalConvolution) else None
     if terms is not None:
         return checked_weight(terms, type(layer).__name__)
     weight: Any = layer.weight

@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import trysquare as ts
 from tests.oracle import CONV, CONV_TRANSPOSE
 from tests.test_methods import FEATURES, make
-from trysquare.layers import series
 from trysquare.operators import used_weight
 from trysquare.parametrizations import soc
 
@@ -306,10 +305,3 @@ def test_gradients_of_single_images():
     alone = torch.func.grad(loss)(values, x[1])
     for name, gradient in alone.items():
         torch.testing.assert_close(each[name][1], gradient)
-
-
-def test_the_module_says_what_it_applies():
-    made = ts.OrthoConv2d(4, 4, 3, method="soc", terms=3)._series
-    assert isinstance(made, series.Series)
-    assert made.terms == 3
-    assert made.skew.kernel_size == (3, 3)

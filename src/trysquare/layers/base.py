@@ -44,7 +44,7 @@ class ParametrizedWeight(nn.Module):
             return False
         return getattr(chain._modules["0"], "cache", None) is self._cache
 
-    def computes_with(self) -> list[Tensor]:
+    def _computes_with(self) -> list[Tensor]:
         """Tensors that a forward pass computes with; within ``parametrize.cached()`` always the same ones."""
         return [self.weight]
 

@@ -133,22 +133,22 @@ class _OrthogonalConvolution(ParametrizedWeight):
         held = self.parametrizations["weight"]
         return [getattr(held, f"original{number}") for number in range(held.ntensors)]
 
-    def weight_of_terms(self) -> Tensor | None:
+    def _weight_of_terms(self) -> Tensor | None:
         """The kernel that the terms of a pass add up to, in float64; ``None`` if a pass uses the weight itself.
 
         It differs from the weight by the rounding of both.
         """
         if not self._goes_by_series():
             return None
-        assert self._series is not None
+        made: Any = self.parametrization
         matrix, skew = self._factors()
         exact = None if matrix is None else as_autocast(matrix).double()
-        return self._series.kernel(exact, as_autocast(skew).double())
+        return made.of_factors(exact, as_autocast(skew).double())  # type: ignore[no-any-return]
 
-    def computes_with(self) -> list[Tensor]:
+    def _computes_with(self) -> list[Tensor]:
         """The factors of the series, or the weight."""
         if not self._goes_by_series():
-            return super().computes_with()
+            return super()._computes_with()
         return [tensor for tensor in self._factors() if tensor is not None]
 
     def as_torch(self) -> nn.Module:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from trysquare.geometry import ConvGeometry
 from trysquare.layers.explicit import Application
-from trysquare.linalg.kernels import compose, exponential_kernel
 from trysquare.linalg.precision import as_autocast
 from trysquare.parametrizations.soc import SOC
 
@@ -72,16 +71,6 @@ class Series:
         else:
             y = self._narrowed(self._rotated(self._mixed(x, matrix), skew))
         return as_autocast(y if bias is None else y + bias.view(-1, *(1,) * self.skew.dims))
-
-    def kernel(self, matrix: Tensor | None, skew: Tensor) -> Tensor:
-        """The kernel of the convolution, not transposed, that these factors make: ``(out, in / groups, *k)``."""
-        dims, groups = self.skew.dims, self.geometry.groups
-        kernel = exponential_kernel(skew.unflatten(0, (groups, -1)), self.terms, dims=dims)
-        if matrix is not None:
-            mixing = matrix.unflatten(0, (groups, -1))
-            pair = (kernel, mixing) if self.geometry.built_from_adjoint else (mixing, kernel)
-            kernel = compose(*pair, dims=dims)
-        return kernel.narrow(2, 0, self.geometry.group_in).flatten(0, 1)
 
     @property
     def _rotates_first(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from trysquare.geometry import Sizes
 from trysquare.linalg.precision import at_least_float32, full_precision
 from trysquare.parametrizations.search import search_free_tensors
-from trysquare.parametrizations.upkeep import Caching, tend
+from trysquare.parametrizations.upkeep import Caching, WeightCache, tend
 from trysquare.progress import track
 
 # Largest entry, in units of the dtype's rounding, by which an assigned weight and the one built for it may differ.
@@ -109,9 +109,13 @@ class Parametrization(Caching, ABC):
     def forward(self, *free: Tensor) -> Tensor:
         """The weight in the layer's dtype, from the cache where that is right."""
         self._be_tended()
+        return self._from(self.cache, lambda: self._built(free), free)
+
+    def _from(self, cache: WeightCache, build: Callable[[], Tensor], free: Sequence[Tensor]) -> Tensor:
+        """What is built from ``free``, from the cache where that is right."""
         if not self._slots or not self.may_cache(free, self._slots, self._slots):
-            return self._built(free)
-        return self.cache.kept(lambda: self._built(free), self._slots, self._slots)
+            return build()
+        return cache.kept(build, self._slots, self._slots)
 
     def _be_tended(self) -> None:
         # A deep copy was never attached; its identity tells.

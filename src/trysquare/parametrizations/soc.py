@@ -9,7 +9,6 @@ skew, which keeps it skew. Singular values are then within that sum of 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
 from math import gcd, prod
 from typing import Any, ClassVar
@@ -155,15 +154,13 @@ class SOC(Composed):
         self._be_tended()
         with full_precision(free[0]):
             exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]
-            skew = self._kept("skew", lambda: self._blocks(self.skew(exact[-1])), free)
+            skew = self._from(self._factors["skew"], lambda: self._blocks(self.skew(exact[-1])), free)
             if not self._matrix_count:
                 return None, skew
-            return self._kept("matrix", lambda: self._blocks(self._taps_last(self.matrix(exact[0]))), free), skew
-
-    def _kept(self, name: str, build: Callable[[], Tensor], free: Sequence[Tensor]) -> Tensor:
-        if not self._slots or not self.may_cache(free, self._slots, self._slots):
-            return build()
-        return self._factors[name].kept(build, self._slots, self._slots)
+            matrix = self._from(
+                self._factors["matrix"], lambda: self._blocks(_taps_last(self._split_taps(self.matrix(exact[0])))), free
+            )
+            return matrix, skew
 
     def forget(self) -> None:
         """Build anew next time, the factors too."""
@@ -171,9 +168,9 @@ class SOC(Composed):
         for cache in self._factors.values():
             cache.clear()
 
-    def _taps_last(self, matrix: Tensor) -> Tensor:
-        """``(g, rows, taps * c)`` to ``(g, rows, c, *reach)``."""
-        return self._split_taps(matrix).movedim((-2, -1), (1, 2))
+    def of_factors(self, matrix: Tensor | None, skew: Tensor) -> Tensor:
+        """The weight that factors make, in their dtype."""
+        return self._to_torch(self._joined(None if matrix is None else self._unblocked(matrix), self._unblocked(skew)))
 
     def _blocks(self, kernel: Tensor) -> Tensor:
         """``(g, n, m, *k)`` to ``(g n, m, *k)``; each tap is transposed where those of the weight are.
@@ -183,11 +180,19 @@ class SOC(Composed):
         kernel = kernel.transpose(1, 2) if self.geometry.built_from_adjoint else kernel
         return kernel.flatten(0, 1).to(self.like.dtype)
 
+    def _unblocked(self, kernel: Tensor) -> Tensor:
+        kernel = kernel.unflatten(0, (self.geometry.groups, -1))
+        return kernel.transpose(1, 2) if self.geometry.built_from_adjoint else kernel
+
     def composed(self, kernel: Tensor, *inner: Tensor) -> Tensor:
         """The matrix, then the exponential."""
+        return self._joined(_taps_last(kernel) if self._matrix_count else None, self.skew(inner[0]))
+
+    def _joined(self, matrix: Tensor | None, skew: Tensor) -> Tensor:
+        """``matrix ∘ exp(skew)``: ``(g, rows, c, *reach)`` and ``(g, c, c, *k)`` to ``(g, rows, c, ...)``."""
         dims = self.geometry.dims
-        rotation = exponential_kernel(self.skew(inner[0]), self.terms, dims=dims)
-        return compose(kernel.movedim((-2, -1), (1, 2)), rotation, dims=dims) if self._matrix_count else rotation
+        rotation = exponential_kernel(skew, self.terms, dims=dims)
+        return rotation if matrix is None else compose(matrix, rotation, dims=dims)
 
     def reconditioned_inner(self, *free: Tensor) -> list[Tensor]:
         """A free kernel cannot degenerate."""
@@ -198,3 +203,8 @@ class SOC(Composed):
         return (
             f"exponential of a skew kernel {self.skew_size} to {self.terms} terms (error < {self.truncation_error:.1e})"
         )
+
+
+def _taps_last(kernel: Tensor) -> Tensor:
+    """``(g, *k, rows, c)`` to ``(g, rows, c, *k)``."""
+    return kernel.movedim((-2, -1), (1, 2))

@@ -84,6 +84,6 @@ def _built_weights(model: nn.Module) -> Iterator[Tensor]:
             names: Any = module.parametrizations
             for name in names:
                 ours = name == "weight" and isinstance(module, ParametrizedWeight)
-                yield from module.computes_with() if ours else [getattr(module, name)]  # type: ignore[operator]
+                yield from module._computes_with() if ours else [getattr(module, name)]  # type: ignore[operator]
         if not isinstance(module, parametrize.ParametrizationList):
             yield from (parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad)
