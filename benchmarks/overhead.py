@@ -4,7 +4,7 @@ ResNet-34 as in the paper (transition blocks are one strided convolution, the re
 for 32 x 32 images, the paper's network of depthwise blocks, and the small network of Li et al.; in each only the
 convolution class is exchanged. Around the convolutions all have layers that orthogonal networks have: MaxMin, residuals
 with factors, no batch normalisation. Our layers with a kernel extend the map anew for backward, where the others keep
-the extended copy: that is part of what is measured, and how they can take less than ``nn.Conv2d``.
+the extended copy: that is part of what is measured.
 
 orthogonium's AOC has 12 steps of Björck by default; with its Cholesky it is faster and, it says, less exact. It and
 adaptive SOC build their kernels in each evaluation; exported, as it advises, AOC would cost what ``nn.Conv2d`` costs.
