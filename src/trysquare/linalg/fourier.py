@@ -2,10 +2,10 @@
 
 On a circular domain of given sizes the Fourier transform makes a convolution block diagonal. If every block has
 orthonormal rows (or columns), so has the convolution; its kernel is then in general as large as the domain. Blocks are
-complex, with those of opposite frequencies conjugate to each other. The Cayley transform takes them as they are. For
-the other functions of ``linalg.orthogonalize``, which are real, every complex entry ``a + bi`` can be replaced by the
-block ``[[a, -b], [b, a]]`` without changing any sum, product, adjoint or inverse. All commute with conjugation, so the
-kernel stays real.
+complex, with those of opposite frequencies conjugate to each other. The Cayley transform and the exponential take them
+as they are. For the Newton iteration, which is real, every complex entry ``a + bi`` is replaced by the block ``[[a,
+-b], [b, a]]`` without changing any sum, product, adjoint or inverse. All commute with conjugation, so the kernel stays
+real.
 
 =========== ============================================= =======================================================
 name        block                                         from
@@ -128,7 +128,7 @@ def _eco(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
     dims = len(sizes)
     periods = eco_taps(tuple(kernel.shape[-dims:]), sizes)
     free = _blocks(place_taps(kernel, periods, (1,) * dims), dims, half=False)
-    blocks = as_complex(exponential(as_real(free)))
+    blocks = exponential(free).resolve_conj()
     for axis, (count, period) in enumerate(zip(_frequencies(sizes), periods, strict=True)):
         blocks = blocks.index_select(axis, torch.arange(count, device=blocks.device) % period)
     return blocks

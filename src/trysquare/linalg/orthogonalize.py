@@ -32,6 +32,7 @@ from torch import Tensor
 
 from trysquare.linalg.functions import apply_function, backward_of_first, keep, once_differentiable
 from trysquare.linalg.inverse import inverse
+from trysquare.linalg.matrix_exponential import matrix_exponential
 from trysquare.linalg.orthonormal import orthonormal_rows
 from trysquare.linalg.precision import full_precision, host_can_look, unwrapped
 from trysquare.linalg.unitary import corrected, polish
@@ -187,33 +188,33 @@ def cayley(matrix: Tensor) -> Tensor:
 
 @on_rows
 def exponential(matrix: Tensor) -> Tensor:
-    """First rows of the exponential of the skew matrix whose first rows the free matrix gives."""
+    """First rows of the exponential of the skew matrix whose first rows the free matrix gives; complex ones too."""
     n, m = matrix.shape[-2:]
     basis = exponential_of_few(matrix) if 2 * n < m else exponential_of_all(matrix)
     return _checked(corrected(basis), "exponential", _ENTRIES)
 
 
 def exponential_of_all(matrix: Tensor) -> Tensor:
-    """The first ``n`` rows ``E exp(A)`` of the exponential of ``A = Eᵀ M - Mᵀ E``, for ``M`` of ``n`` rows."""
+    """The first ``n`` rows ``E exp(A)`` of the exponential of ``A = Eᵀ M - Mᴴ E``, for ``M`` of ``n`` rows."""
     n, m = matrix.shape[-2:]
     square = torch.cat([matrix, matrix.new_zeros(*matrix.shape[:-2], m - n, m)], dim=-2)
-    return torch.linalg.matrix_exp(square - square.mT)[..., :n, :]
+    return matrix_exponential(square - square.mH)[..., :n, :]
 
 
 def exponential_of_few(matrix: Tensor) -> Tensor:
     """The same by an exponential of size ``2 n``.
 
-    ``A = X Y`` for ``X = [Eᵀ, -Mᵀ]`` and ``Y = [M; E]``, so ``exp(A) = I + X f(Z) Y`` with ``Z = Y X`` and ``Z f(Z) =
+    ``A = X Y`` for ``X = [Eᵀ, -Mᴴ]`` and ``Y = [M; E]``, so ``exp(A) = I + X f(Z) Y`` with ``Z = Y X`` and ``Z f(Z) =
     exp(Z) - I``. The lower half of ``Z`` is ``E X``, so ``E exp(A) = E + (lower half of exp(Z) - I) Y``. The scale
     makes both off-diagonal blocks of ``Z`` of the same size; the result does not depend on it.
     """
     n, m = matrix.shape[-2:]
-    first, gram = matrix[..., :n], torch.matmul(matrix, matrix.mT)
+    first, gram = matrix[..., :n], torch.matmul(matrix, matrix.mH)
     scale = torch.linalg.matrix_norm(gram.detach(), ord=float("inf"), keepdim=True).sqrt()
     scale = torch.where(scale > 0, scale, 1.0)
     eye = torch.eye(n, dtype=matrix.dtype, device=matrix.device).expand_as(first)
-    upper, lower = torch.cat([first, -gram / scale], -1), torch.cat([scale * eye, -first.mT], -1)
-    left, right = torch.linalg.matrix_exp(torch.cat([upper, lower], -2))[..., n:, :].split(n, -1)
+    upper, lower = torch.cat([first, -gram / scale], -1), torch.cat([scale * eye, -first.mH], -1)
+    left, right = matrix_exponential(torch.cat([upper, lower], -2))[..., n:, :].split(n, -1)
     return torch.matmul(left / scale, matrix) + torch.nn.functional.pad(right, (0, m - n))
 
 
