@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import page, peers, results
 from benchmarks.commands import TITLES, command, peer_wins
-from benchmarks.options import count
+from benchmarks.options import threads
 from benchmarks.parts import RESUME, Parts
 from benchmarks.report import to_text
 
@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text.splitlines()[0], description=text, **options)
         if name != "page":
             sub.add_argument("--quick", action="store_true", help="two minutes on two cores: few and small cases")
-            sub.add_argument("--threads", type=count, help="threads of torch; as many as it takes by itself")
+            sub.add_argument("--threads", type=threads, help="threads of torch; as many as it takes by itself")
             sub.add_argument("--out", type=Path, help="file to write; benchmarks/results/[quick/]COMMAND.json")
             sub.add_argument(RESUME, action="store_true", help="go on with a run that was interrupted")
         if hasattr(module, "add_arguments"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 
 import trysquare as ts
 
@@ -13,6 +14,14 @@ def count(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def threads(text: str) -> int:
+    """At most as many as there are cores: with more, a time says how they wait for each other."""
+    number, cores = count(text), os.cpu_count()
+    if cores and number > cores:
+        raise argparse.ArgumentTypeError(f"{text} is more than the {cores} cores of this machine")
     return number
 
 

@@ -169,6 +169,7 @@ def test_a_page_needs_results_and_matplotlib(tmp_path, capsys, monkeypatch):
     "line",
     [
         ["counts", "--threads", "0"],
+        ["counts", "--threads", "100000"],
         ["overhead", "--rounds", "-1"],
         ["overhead", "--batches", "0"],
         ["overhead", "--batches", "64", "--networks", "depthwise", "--out", "x.json"],

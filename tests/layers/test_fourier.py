@@ -10,7 +10,7 @@ from torch import nn
 
 import trysquare as ts
 from tests.oracle import dense, distance_from_orthogonal
-from trysquare.linalg.fourier import RESPONSES, as_complex, as_real
+from trysquare.linalg.fourier import RESPONSES
 
 PLAIN = {1: ts.FourierOrthoConv1d, 2: ts.FourierOrthoConv2d, 3: ts.FourierOrthoConv3d}
 TRANSPOSED = {
@@ -250,13 +250,6 @@ def test_a_single_tap_has_one_block_along_its_axis(name, kernel_size):
     response = few.response((5, 6))
     blocks = response[0] if name == "sandwich" else response
     assert [stride == 0 for stride in blocks.stride()[:2]] == [k == 1 for k in kernel_size]
-
-
-def test_complex_matrices_as_real_ones():
-    a, b = torch.randn(2, 3, 4, dtype=torch.complex128), torch.randn(2, 4, 5, dtype=torch.complex128)
-    torch.testing.assert_close(as_complex(as_real(a)), a)
-    torch.testing.assert_close(as_real(a) @ as_real(b), as_real(a @ b))
-    torch.testing.assert_close(as_real(a).mT, as_real(a.mH))
 
 
 @pytest.mark.parametrize(

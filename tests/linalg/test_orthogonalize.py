@@ -7,7 +7,8 @@ from trysquare.linalg.orthogonalize import exponential_of_all, exponential_of_fe
 
 SHAPES = [(8, 8), (6, 17), (17, 6), (3, 1), (1, 1), (2, 5, 9)]
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 5e-14}
-TOTAL = ("cholesky", "qr")  # exact for every matrix
+TOTAL = ("cholesky", "qr")  # exact for every matrix, and real
+COMPLEX = [name for name in ORTHOGONALIZERS if name not in TOTAL]
 
 
 def conditioned(n, m, exponent):
@@ -80,6 +81,33 @@ def test_iterations_reach_their_stated_condition_number(name):
 @pytest.mark.parametrize("shape", [(3, 3), (2, 5), (5, 2), (2, 3, 4)])
 def test_gradients(name, shape):
     matrix = torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(orthogonalizer(name).apply, (matrix,))
+
+
+def as_real(matrix):
+    """Each entry ``a + bi`` as ``[[a, -b], [b, a]]``, which changes no sum, product, adjoint or inverse."""
+    one, turn = torch.eye(2, dtype=matrix.real.dtype), torch.tensor([[0, -1], [1, 0]], dtype=matrix.real.dtype)
+    return torch.kron(matrix.real.contiguous(), one) + torch.kron(matrix.imag.contiguous(), turn)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("name", COMPLEX)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_complex_matrices_become_what_real_ones_of_twice_the_size_do(name, shape, dtype):
+    matrix = torch.randn(*shape, dtype=dtype)
+    basis = orthogonalizer(name).apply(matrix)
+    assert basis.dtype == dtype
+    assert basis.shape == shape
+    assert not basis.is_conj()
+    assert missed(as_real(basis)) < TOLERANCE[matrix.real.dtype]
+    expected = orthogonalizer(name).apply(as_real(matrix))
+    torch.testing.assert_close(as_real(basis), expected, rtol=0, atol=100 * TOLERANCE[matrix.real.dtype])
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+@pytest.mark.parametrize("shape", [(3, 3), (2, 5), (5, 2), (2, 3, 4)])
+def test_gradients_of_complex_matrices(name, shape):
+    matrix = torch.randn(*shape, dtype=torch.complex128, requires_grad=True)
     assert torch.autograd.gradcheck(orthogonalizer(name).apply, (matrix,))
 
 

@@ -2,10 +2,8 @@
 
 On a circular domain of given sizes the Fourier transform makes a convolution block diagonal. If every block has
 orthonormal rows (or columns), so has the convolution; its kernel is then in general as large as the domain. Blocks are
-complex, with those of opposite frequencies conjugate to each other. The Cayley transform and the exponential take them
-as they are. For the Newton iteration, which is real, every complex entry ``a + bi`` is replaced by the block ``[[a,
--b], [b, a]]`` without changing any sum, product, adjoint or inverse. All commute with conjugation, so the kernel stays
-real.
+complex, with those of opposite frequencies conjugate to each other. What makes them orthonormal commutes with
+conjugation, so the kernel stays real.
 
 =========== ============================================= =======================================================
 name        block                                         from
@@ -31,26 +29,6 @@ from trysquare.linalg.orthogonalize import cayley, exponential, newton_schulz
 from trysquare.linalg.precision import full_precision
 
 Sizes = tuple[int, ...]
-
-
-def as_real(matrix: Tensor) -> Tensor:
-    """``(..., n, m)`` complex to ``(..., 2 n, 2 m)`` real, each entry a block ``[[a, -b], [b, a]]``.
-
-    >>> from trysquare.linalg.fourier import as_real
-    >>> as_real(torch.tensor([[1 + 2j]]))
-    tensor([[ 1., -2.],
-            [ 2.,  1.]])
-    """
-    a, b = matrix.real, matrix.imag
-    blocks = torch.stack([torch.stack([a, -b], -1), torch.stack([b, a], -1)], -3)  # (..., n, 2, m, 2)
-    return blocks.flatten(-4, -3).flatten(-2)
-
-
-def as_complex(matrix: Tensor) -> Tensor:
-    """Undo ``as_real``."""
-    n, m = matrix.shape[-2] // 2, matrix.shape[-1] // 2
-    blocks = matrix.unflatten(-1, (m, 2)).unflatten(-3, (n, 2))  # (..., n, 2, m, 2)
-    return torch.complex(blocks[..., 0, :, 0].contiguous(), blocks[..., 1, :, 0].contiguous())
 
 
 def place_taps(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
@@ -102,11 +80,11 @@ def of_response(function: Callable[[Tensor], Tensor], kernel: Tensor, sizes: Siz
 
 
 def _cayley(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
-    return of_response(lambda blocks: cayley(blocks).resolve_conj(), kernel, sizes, dilation)
+    return of_response(cayley, kernel, sizes, dilation)
 
 
 def _lot(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
-    return of_response(lambda blocks: as_complex(newton_schulz(as_real(blocks))), kernel, sizes, dilation)
+    return of_response(newton_schulz, kernel, sizes, dilation)
 
 
 def divisor_from(least: int, size: int) -> int:
@@ -128,7 +106,7 @@ def _eco(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
     dims = len(sizes)
     periods = eco_taps(tuple(kernel.shape[-dims:]), sizes)
     free = _blocks(place_taps(kernel, periods, (1,) * dims), dims, half=False)
-    blocks = exponential(free).resolve_conj()
+    blocks = exponential(free)
     for axis, (count, period) in enumerate(zip(_frequencies(sizes), periods, strict=True)):
         blocks = blocks.index_select(axis, torch.arange(count, device=blocks.device) % period)
     return blocks

@@ -1,10 +1,9 @@
 """Orthonormal matrices from free ones: six ways, each with the domain on which it is exact.
 
-Every function takes ``(..., n, m)`` in float32 or float64 and returns the same shape with
-orthonormal rows if ``n <= m``, orthonormal columns otherwise. None returns a matrix that is not
-orthonormal: what an iteration or a formula could not reach raises ``ArithmeticError`` (on the CPU
-at once; on an accelerator as a device-side assertion, so that nothing stalls, and in a compiled graph
-as the ``RuntimeError`` of an assertion).
+Every function takes ``(..., n, m)`` in float32 or float64, all but Gram-Schmidt complex too, and returns the same shape
+with orthonormal rows if ``n <= m``, orthonormal columns otherwise. None returns a matrix that is not orthonormal: what
+an iteration or a formula could not reach raises ``ArithmeticError`` (on the CPU at once; on an accelerator as a
+device-side assertion, so that nothing stalls, and in a compiled graph as the ``RuntimeError`` of an assertion).
 
 ================= ============================= ============================ ==================================
 name              result                        exact for                    reaches
@@ -56,7 +55,7 @@ def on_rows(rows_only: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
             raise ValueError(f"a matrix has two axes, got shape {tuple(matrix.shape)}")
         with full_precision(matrix):
             if matrix.shape[-2] > matrix.shape[-1]:
-                return rows_only(matrix.mH).mH
+                return rows_only(matrix.mH).mH.resolve_conj()
             return rows_only(matrix)
 
     return orthogonalize
@@ -108,11 +107,11 @@ class _Polar(torch.autograd.Function):
     def forward(matrix: Tensor, iterate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         largest = matrix.abs().amax((-2, -1), keepdim=True)
         unit = matrix / torch.where(largest > 0, largest, 1.0)
-        gram = torch.matmul(unit, unit.mT)
+        gram = torch.matmul(unit, unit.mH)
         bound = torch.minimum(torch.linalg.matrix_norm(gram), gram.abs().sum(-1).amax(-1))
         bound = bound.sqrt()[..., None, None]
         basis = iterate(unit / torch.where(bound > 0, bound, 1.0))
-        return basis, torch.matmul(matrix, basis.mT)
+        return basis, torch.matmul(matrix, basis.mH)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -124,31 +123,32 @@ class _Polar(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         basis, stretch = ctx.saved_tensors
         with full_precision(grad):
-            values, vectors = torch.linalg.eigh((stretch + stretch.mT) / 2)
+            values, vectors = torch.linalg.eigh((stretch + stretch.mH) / 2)
             values = values.clamp_min(torch.finfo(values.dtype).tiny ** 0.75)  # or the gradient is not finite
-            tangent = torch.matmul(grad, basis.mT)
-            skew = torch.matmul(vectors.mT, torch.matmul(tangent - tangent.mT, vectors))
+            tangent = torch.matmul(grad, basis.mH)
+            skew = torch.matmul(vectors.mH, torch.matmul(tangent - tangent.mH, vectors))
             skew = skew / (values.unsqueeze(-1) + values.unsqueeze(-2))
-            normal = torch.matmul(vectors.mT, grad - torch.matmul(tangent, basis)) / values.unsqueeze(-1)
-            return torch.matmul(vectors, torch.matmul(skew, torch.matmul(vectors.mT, basis)) + normal), None
+            normal = torch.matmul(vectors.mH, grad - torch.matmul(tangent, basis)) / values.unsqueeze(-1)
+            return torch.matmul(vectors, torch.matmul(skew, torch.matmul(vectors.mH, basis)) + normal), None
 
 
 def _bjorck_steps(basis: Tensor) -> Tensor:
     settled = 4 * torch.finfo(basis.dtype).eps * basis.shape[-2]
-    for _ in range(_BJORCK_STEPS[basis.dtype]):
-        gram = torch.matmul(basis, basis.mT)
+    for _ in range(_BJORCK_STEPS[basis.real.dtype]):
+        gram = torch.matmul(basis, basis.mH)
         basis = 1.5 * basis - 0.5 * torch.matmul(gram, basis)
-        if host_can_look(basis) and bool((basis.shape[-2] - gram.diagonal(dim1=-2, dim2=-1).sum(-1)).amax() < settled):
+        trace = gram.diagonal(dim1=-2, dim2=-1).real.sum(-1)
+        if host_can_look(basis) and bool((basis.shape[-2] - trace).amax() < settled):
             break
     return basis
 
 
 def _newton_steps(basis: Tensor) -> Tensor:
     """Newton-Schulz with the scaling that is best for singular values in ``[low, 1]``: a known number of steps."""
-    low = _NEWTON_FLOOR[basis.dtype]
+    low = _NEWTON_FLOOR[basis.real.dtype]
     while low < 1 - 1e-3 * torch.finfo(basis.dtype).eps ** 0.5:
         scale = min((3 / (1 + low + low * low)) ** 0.5, _NEWTON_MAX_SCALE)
-        basis = 1.5 * scale * basis - 0.5 * scale**3 * torch.matmul(torch.matmul(basis, basis.mT), basis)
+        basis = 1.5 * scale * basis - 0.5 * scale**3 * torch.matmul(torch.matmul(basis, basis.mH), basis)
         low = min(0.5 * scale * x * (3 - scale**2 * x * x) for x in (low, 1.0))
     return polish(polish(basis))
 
@@ -188,7 +188,7 @@ def cayley(matrix: Tensor) -> Tensor:
 
 @on_rows
 def exponential(matrix: Tensor) -> Tensor:
-    """First rows of the exponential of the skew matrix whose first rows the free matrix gives; complex ones too."""
+    """First rows of the exponential of the skew matrix whose first rows the free matrix gives."""
     n, m = matrix.shape[-2:]
     basis = exponential_of_few(matrix) if 2 * n < m else exponential_of_all(matrix)
     return _checked(corrected(basis), "exponential", _ENTRIES)
