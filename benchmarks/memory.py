@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import torch
 
-from benchmarks.measure import limited_memory, peak_bytes, saved_bytes
+from benchmarks.measure import Call, limited_memory, peak_bytes, saved_bytes
 from benchmarks.networks import build
 from benchmarks.steps import evaluation, images, train_step
 
-# The peak rises until the allocator has pieces to reuse for everything.
+# The peak rises until the allocator has pieces to reuse for everything; slow networks are not waited for that long.
 PASSES = 3
+SECONDS = 30.0
 
 
 def measure(network: str, size: int, batch: int, variant: str, mode: str) -> dict[str, int]:
@@ -23,13 +25,21 @@ def measure(network: str, size: int, batch: int, variant: str, mode: str) -> dic
     start = peak_bytes()
     model = build(network, size, variant)
     x, labels = images(batch, size)
-    call = train_step(model, x, labels) if mode == "train" else evaluation(model, x)
-    for _ in range(PASSES):
-        call()
-    found = {"start": start, "peak": peak_bytes(), "parameters": sum(p.numel() for p in model.parameters())}
+    passes = _repeat(train_step(model, x, labels) if mode == "train" else evaluation(model, x))
+    parameters = sum(p.numel() for p in model.parameters())
+    found = {"start": start, "peak": peak_bytes(), "passes": passes, "parameters": parameters}
     if mode == "train":
         found["saved"] = saved_bytes(lambda: model(x))
     return found
+
+
+def _repeat(call: Call) -> int:
+    """Make ``PASSES`` calls, fewer if they take longer than ``SECONDS``; returns how many."""
+    start, done = time.perf_counter(), 0
+    while done < PASSES and time.perf_counter() - start < SECONDS:
+        call()
+        done += 1
+    return done
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ to 1e-6 by nine terms, applied one by one; "SOC, 3 terms" has as many as adaptiv
 and orthogonium's BCOP have the next odd kernel size in the place of an even one.
 
 Times are medians, all variants in turns, slow ones in fewer; a ratio is the median of those within each turn, so not
-quite that of the medians. Memory is the peak of a fresh process for each variant in three steps, interpreter included;
-in evaluation our layers keep the free tensors besides the kernels. "saved" is what autograd keeps for backward. Steps
-are those of SGD without momentum, which has no state of its own.
+quite that of the medians. Memory is the peak of a fresh process for each variant, interpreter included, in three steps
+or as many as it has begun after half a minute; in evaluation our layers keep the free tensors besides the kernels.
+"saved" is what autograd keeps for backward. Steps are those of SGD without momentum, which has no state of its own.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Limits(NamedTuple):
     Attributes:
         rounds: samples of each time.
         processes: samples of each peak of memory.
-        patience: seconds after which a variant is sampled no more; once in any case.
+        patience: seconds of steps after which a variant is sampled no more, half of it for evaluations; once in any
+            case.
         seconds: time of a process.
         gigabytes: memory of a process.
     """
@@ -91,7 +92,7 @@ FULL = (
 QUICK = (Case("resnet18", 32, 8),)
 QUICK_VARIANTS = (REFERENCE, "AOC", "AOC parsimonious", "orthogonium AOC")
 # Seconds of a step from which on a variant is not tried with a larger batch.
-SLOW_STEP = 60.0
+SLOW_STEP = 30.0
 # Targets for AOC: its share of the time that orthogonium adds to the same network, and at ResNet-34 ratios to Conv2d
 # by batch.
 SHARE_OF_PEER = 1 / 6
@@ -112,10 +113,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=count, nargs="+", help="only these of ResNet-34, such as 128; 8 and 32")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="; ".join(VARIANTS))
     parser.add_argument("--rounds", type=count, help="samples of each time; 5 (--quick: 2)")
-    parser.add_argument("--patience", type=amount, help="seconds after which a variant is sampled no more; 75")
-    parser.add_argument("--processes", type=count, help="samples of each peak of memory; 3 (--quick: 1)")
+    parser.add_argument("--patience", type=amount, help="seconds after which a variant is sampled no more; 50")
+    parser.add_argument("--processes", type=count, help="samples of each peak of memory; 2 (--quick: 1)")
     parser.add_argument("--memory", type=amount, help="gigabytes that a network may take; 70 %% of the machine's")
-    parser.add_argument("--limit", type=amount, help="seconds for a process with three steps; 600 (--quick: 100)")
+    parser.add_argument("--limit", type=amount, help="seconds for a process of up to three steps; 300 (--quick: 100)")
 
 
 def plan(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -143,9 +144,9 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
         chosen = [name for name in chosen if VARIANTS[name].library != "orthogonium"]
     limits = Limits(
         arguments.rounds or (2 if quick else 5),
-        arguments.processes or (1 if quick else 3),
-        arguments.patience or 75.0,
-        arguments.limit or (100.0 if quick else 600.0),
+        arguments.processes or (1 if quick else 2),
+        arguments.patience or 50.0,
+        arguments.limit or (100.0 if quick else 300.0),
         arguments.memory or usable_gigabytes(),
     )
     return {
@@ -180,12 +181,12 @@ def _measure_case(case: Case, chosen: list[str], limits: Limits, failed: dict[st
         return rows
     models = {name: build(case.network, case.size, name) for name in works}
     x, labels = images(case.batch, case.size)
-    options: Any = {"patience": limits.patience, "label": str(case)}
-    trained = interleaved({name: train_step(models[name], x, labels) for name in works}, limits.rounds, **options)
+    calls = {name: train_step(models[name], x, labels) for name in works}
+    trained = interleaved(calls, limits.rounds, patience=limits.patience, label=str(case))
     for model in models.values():
         model.zero_grad()
     calls = {name: evaluation(models[name], x) for name in works if "memory_eval" in rows[name]}
-    evaluated = interleaved(calls, 4 * limits.rounds + 3, **options)
+    evaluated = interleaved(calls, 4 * limits.rounds + 3, patience=limits.patience / 2, label=str(case))
     del models, calls
     gc.collect()
     for mode, samples in (("train", trained), ("eval", evaluated)):
