@@ -16,13 +16,16 @@ from torch import nn
 
 import trysquare as ts
 from benchmarks import results
-from benchmarks.measure import Call, aten_calls, flops, saved_bytes, weight_gradient
+from benchmarks.measure import Call, aten_calls, flops, saved_bytes, weight_gradient, weight_of
 from benchmarks.report import Part, Table
+from trysquare.linalg.fourier import RESPONSES
 from trysquare.progress import track
 
 RECORDED = results.ROOT / "tests" / "benchmarks" / "counts.json"
 # Growth that is allowed: another version of torch may split an operation.
 TOLERANCE = {"flops": 0.01, "calls": 0.05, "saved": 0.01}
+# Of the map, where a method depends on it.
+SIZE = 8
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     **{f"square, k{k}": lambda k=k: ts.OrthoConv2d(32, 32, k) for k in range(1, 6)},
@@ -43,6 +46,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: ts.OrthoLinear(64, 32),
     **{f"method {name}": lambda name=name: ts.OrthoConv2d(16, 16, 3, method=name) for name in ts.METHODS},
     **{
+        f"method {name}, 8 x 8": lambda name=name: ts.FourierOrthoConv2d(8, 16, 3, 2, method=name) for name in RESPONSES
+    },
+    **{
         f"orthogonalizer {name}": lambda name=name: ts.OrthoLinear(64, 32, orthogonalizer=name)
         for name in ts.linalg.ORTHOGONALIZERS
     },
@@ -58,8 +64,8 @@ def count(name: str) -> dict[str, int]:
     """Counts of one of ``LAYERS``, the same in every run."""
     torch.manual_seed(0)
     layer = LAYERS[name]()
-    call = weight_gradient(layer)
-    return {"flops": flops(call), "calls": aten_calls(call), "saved": saved_bytes(lambda: layer.weight)}
+    call = weight_gradient(layer, SIZE)
+    return {"flops": flops(call), "calls": aten_calls(call), "saved": saved_bytes(lambda: weight_of(layer, SIZE))}
 
 
 def excess(found: dict[str, int], limit: dict[str, int]) -> dict[str, str]:

@@ -137,12 +137,12 @@ def peer_wins(data: dict[str, Any]) -> list[str]:
     """Kernels that orthogonium builds faster or with less."""
     found = []
     for entry in data["square"]:
-        numbers = {
-            library: {"ms": 1e3 * median(row["seconds"]), "FLOPs": row["flops"], "saved weights": row["saved"]}
+        samples = {
+            library: {"ms": row["seconds"], "FLOPs": [row["flops"]], "saved weights": [row["saved"]]}
             for library, row in entry["rows"].items()
         }
         shape = f"kernel of {entry['channels']} channels, {entry['size']} x {entry['size']}"
-        for unit, value in numbers["trysquare"].items():
-            theirs = {"AOC": numbers["orthogonium"][unit]} if "orthogonium" in numbers else {}
-            found += better_peers(shape, unit, {"AOC": value}, theirs)
+        for unit, ours in samples["trysquare"].items():
+            theirs = {"AOC": samples["orthogonium"][unit]} if "orthogonium" in samples else {}
+            found += better_peers(shape, unit, 1e3 if unit == "ms" else 1.0, {"AOC": ours}, theirs)
     return found

@@ -105,10 +105,18 @@ def saved_bytes(forward: Call) -> int:
     return sum(kept.values())
 
 
-def weight_gradient(layer: nn.Module) -> Call:
-    """A call that builds the layer's weight and takes its gradient, nothing else."""
-    direction = torch.randn_like(layer.weight)  # type: ignore[call-overload]
-    return lambda: layer.weight.backward(direction)  # type: ignore[operator]
+def weight_of(layer: Any, size: int) -> tuple[Tensor, ...]:
+    """What a layer multiplies a map of that size with: its weight, or in the Fourier domain its response."""
+    if not hasattr(layer, "response"):
+        return (layer.weight,)
+    made = layer.response(tuple(size // s for s in layer.stride))
+    return made if isinstance(made, tuple) else (made,)
+
+
+def weight_gradient(layer: nn.Module, size: int = 16) -> Call:
+    """A call that makes ``weight_of`` a layer and takes its gradient, nothing else."""
+    directions = [torch.randn_like(part) for part in weight_of(layer, size)]
+    return lambda: torch.autograd.backward(weight_of(layer, size), directions)
 
 
 class Power(NamedTuple):

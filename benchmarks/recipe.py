@@ -135,5 +135,5 @@ def describe(data: dict[str, Any]) -> list[Part]:
 def peer_wins(data: dict[str, Any]) -> list[str]:
     """Where the network with orthogonium's layers ends up better."""
     ends = {library: row if "error" in row else row["results"][-1] for library, row in data["rows"].items()}
-    when = f"after the same time by the recipe {data['recipe']}"
+    when = f"trained for the same time by the recipe {data['recipe']}"
     return better_trained(when, ends, {"orthogonium": "trysquare"})

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.measure import Samples, ratio
+from benchmarks.measure import Samples, ratio, ratios
 
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
@@ -18,9 +18,9 @@ NOISE = 1.02
 AHEAD = 0.005
 # Radii of certified accuracy, in steps of 8-bit images.
 RADII = (36, 72, 108, 255)
-CERTIFIED = f"certified at {RADII[0]}/255"
-# Columns of trained networks: accuracy, then certified accuracy.
-_SHARES = ("accuracy", *(f"at {radius}/255" for radius in RADII))
+# Of trained networks: accuracy, then certified accuracy.
+_SHARES = ("accuracy", *(f"certified at {radius}/255" for radius in RADII))
+CERTIFIED = _SHARES[1]
 
 
 @dataclass(frozen=True)
@@ -160,18 +160,32 @@ def ratio_plot(name: str, title: str, samples: Mapping[str, Samples], reference:
     return Plot(name, title, series, "", f"times {reference}", ticks=names, log="y", reference=1)
 
 
-def better_peers(what: str, unit: str, ours: Mapping[str, float], theirs: Mapping[str, float]) -> list[str]:
-    """A sentence for each peer that is below ours of the same name by more than noise (less is better)."""
+def better_peers(what: str, unit: str, scale: float, ours: Samples, theirs: Samples) -> list[str]:
+    """A sentence for each peer whose samples are below ours of the same name (less is better), by more than noise.
+
+    Args:
+        what: is measured.
+        unit: in which it is said.
+        scale: of the samples to that unit.
+        ours: samples by name.
+        theirs: taken in the same turns.
+    """
     return [
-        f"{what}: {name} of orthogonium takes {theirs[name]:.3g} {unit}, ours {value:.3g} {unit} "
-        f"({times(value / theirs[name])})."
-        for name, value in ours.items()
-        if name in theirs and value > NOISE * theirs[name]
+        f"{what}: {name} of orthogonium takes {scale * median(theirs[name]):.3g} {unit}, ours "
+        f"{scale * median(samples):.3g} {unit} ({times(ratio(samples, theirs[name]))})."
+        for name, samples in ours.items()
+        if name in theirs and beyond_noise(samples, theirs[name])
     ]
 
 
+def beyond_noise(samples: Sequence[float], fewer: Sequence[float]) -> bool:
+    """Whether samples are above others by more than noise, and are above them in three turns out of four."""
+    turns = sorted(ratios(samples, fewer))
+    return median(turns) > NOISE and turns[len(turns) // 4] > 1
+
+
 def better_trained(when: str, rows: Mapping[str, Any], pairs: Mapping[str, str]) -> list[str]:
-    """A sentence for each share of the test images by which a peer's network is ahead.
+    """A sentence for each share of the test images by which a peer's network is ahead, or if it alone could be trained.
 
     Args:
         when: end of training.
@@ -180,12 +194,15 @@ def better_trained(when: str, rows: Mapping[str, Any], pairs: Mapping[str, str])
     """
     found = []
     for peer, ours in pairs.items():
-        if peer not in rows or ours not in rows or "error" in rows[peer] or "error" in rows[ours]:
+        if peer not in rows or ours not in rows or "error" in rows[peer]:
+            continue
+        if "error" in rows[ours]:
+            found.append(f"{when}: {peer} {rows[peer]['accuracy']:.1%}, {ours}: {rows[ours]['error']}.")
             continue
         theirs, mine = ([row["accuracy"], *row["certified"]] for row in (rows[peer], rows[ours]))
         for what, better, worse in zip(_SHARES, theirs, mine, strict=True):
             if better > worse + AHEAD:
-                found.append(f"{what} {when}: {peer} {better:.1%}, {ours} {worse:.1%}.")
+                found.append(f"{when}, {what}: {peer} {better:.1%}, {ours} {worse:.1%}.")
     return found
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import trysquare as ts
 from benchmarks import peers
-from benchmarks.measure import fit_power, interleaved, ratio, weight_gradient
+from benchmarks.measure import Samples, fit_power, interleaved, ratio, weight_gradient
 from benchmarks.networks import REFERENCE, build
 from benchmarks.options import count
 from benchmarks.report import NOISE, Part, Plot, Table, better_peers, milliseconds
@@ -159,13 +159,15 @@ def peer_wins(data: dict[str, Any]) -> list[str]:
     found = []
     for kind, entries in data["kernels"].items():
         for entry in entries:
-            ms = {name: 1e3 * median(samples) for name, samples in entry["seconds"].items()}
-            theirs = {"AOC": ms["orthogonium"]} if "orthogonium" in ms else {}
-            found += better_peers(f"kernel, {kind} {entry['value']}", "ms", {"AOC": ms["trysquare"]}, theirs)
+            what, pair = f"kernel, {kind} {entry['value']}", ("trysquare", "orthogonium")
+            found += better_peers(what, "ms", 1e3, *_as_aoc(entry["seconds"], pair))
     for entries in data["overhead"].values():
         for entry in entries:
-            seconds = {name: median(samples) for name, samples in entry["seconds"].items()}
-            theirs = {"AOC": seconds["orthogonium AOC"]} if "orthogonium AOC" in seconds else {}
             what = f"step of ResNet-18, batch {entry['batch']}, images of {entry['image size']}"
-            found += better_peers(what, "s", {"AOC": seconds["AOC"]}, theirs)
+            found += better_peers(what, "s", 1.0, *_as_aoc(entry["seconds"], ("AOC", "orthogonium AOC")))
     return found
+
+
+def _as_aoc(seconds: Samples, pair: tuple[str, str]) -> list[Samples]:
+    """Samples of ours and, if it took part, of the peer."""
+    return [{"AOC": seconds[name]} if name in seconds else {} for name in pair]

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import trysquare as ts
 from benchmarks import peers
+from benchmarks.measure import limited_memory
 from benchmarks.report import RADII
+from benchmarks.results import usable_gigabytes
 from trysquare.progress import track
 
 LEARNING_RATE = 3e-3
@@ -126,6 +128,19 @@ def _share(run: Run, steps: int | None, seconds: float) -> float:
     return min(1.0, max(by_steps, by_clock))
 
 
+def trained(build: Callable[[], nn.Module], task: Task, **options: Any) -> dict[str, Any]:
+    """Seconds, losses and certificate of a network after ``train`` with these options, or why it has none."""
+    try:
+        with limited_memory(usable_gigabytes()):
+            model = build()
+            torch.manual_seed(0)
+            run = train(model, task, **options)
+            parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            return {"steps": len(run.losses), "parameters": parameters, **asdict(run), **certificate(model, task)}
+    except (ArithmeticError, ValueError, RuntimeError, MemoryError) as error:
+        return {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+
+
 def certificate(model: nn.Module, task: Task) -> dict[str, Any]:
     """Accuracy, and certified accuracy at the usual radii, on the test images."""
     images, labels = task.test()
@@ -138,8 +153,3 @@ def certificate(model: nn.Module, task: Task) -> dict[str, Any]:
         "lipschitz": found.lipschitz,
         "test_images": len(images),
     }
-
-
-def as_json(run: Run) -> dict[str, Any]:
-    """For the results."""
-    return asdict(run)

@@ -43,10 +43,10 @@ def test_missing_peers_and_quick_runs_are_said_so():
     [
         ("overhead", ["SOC of orthogonium runs, ours: not ready after 1 s"]),
         ("orthogonalizers", ["matrix 1 x 8 x 8: Björck-Bowie of orthogonium takes 3 ms, ours 4 ms (1.33x)",
-                             "accuracy after up to 2 steps"]),
+                             "trained for up to 2 steps, accuracy: orthogonium Björck-Bowie 60.0%, cholesky 50.0%"]),
         ("scaling", ["kernel, channels 16: AOC of orthogonium takes 1e+05 ms, ours 2.56e+05 ms (2.56x)"]),
-        ("methods", ["at 36/255 after the same time: orthogonium aoc 45.0%, aoc 40.0%"]),
-        ("recipe", ["at 36/255 after the same time by the recipe digits: orthogonium 45.0%, trysquare 40.0%"]),
+        ("methods", ["trained for the same time, certified at 36/255: orthogonium aoc 45.0%, aoc 40.0%"]),
+        ("recipe", ["by the recipe digits, certified at 36/255: orthogonium 45.0%, trysquare 40.0%"]),
         ("kernels", ["kernel of 2 channels, 3 x 3: AOC of orthogonium takes 1 ms, ours 2 ms (2.00x)"]),
         ("spectrum", ["norm of conv"]),
     ],
@@ -94,17 +94,55 @@ def test_a_slower_evaluation_is_a_win_of_the_peer():
 
 
 def test_noise_is_no_win():
-    assert not better_peers("step", "ms", {"AOC": 1.01}, {"AOC": 1.0})
-    assert better_peers("step", "ms", {"AOC": 1.1}, {"AOC": 1.0})
+    def wins(ours, theirs):
+        return better_peers("step", "ms", 1e3, {"AOC": ours}, {"AOC": theirs})
+
+    assert not wins([1.01], [1.0])
+    assert wins([1.1], [1.0]) == ["step: AOC of orthogonium takes 1e+03 ms, ours 1.1e+03 ms (1.10x)."]
+    assert not wins([1.1, 1.1, 1.1, 0.9, 0.9], [1.0] * 5)
+    assert wins([1.1, 1.1, 1.1, 1.1, 0.9], [1.0] * 5)
 
 
 def test_targets_stand_next_to_what_was_measured():
     *_, targets = command("overhead").describe(overhead(aoc_eval=1.1))
     verdicts = {row[0].split(": ")[1]: row[1:] for row in targets.rows}
     assert verdicts["share of orthogonium's added time"] == ["0.167", "0.100", "3", "0.100 to 0.100", "yes"]
-    assert verdicts["train time"] == ["1.600", "1.500", "3", "1.500 to 1.500", "yes"]
-    assert verdicts["eval time"] == ["1.020", "1.100", "3", "1.100 to 1.100", "**no**"]
+    assert verdicts["training step"] == ["1.600", "1.500", "3", "1.500 to 1.500", "yes"]
+    assert verdicts["evaluation"] == ["1.020", "1.100", "3", "1.100 to 1.100", "**no**"]
     assert verdicts["peak memory"] == ["1.050", "1.040", "3", "1.027 to 1.050", "yes"]
+
+
+def test_a_share_is_that_of_medians_since_single_turns_are_noise():
+    data = overhead()
+    rows = data["resnet34"][0]["rows"]
+    rows["Conv2d"]["train"] = [1.0, 5.9, 1.0]
+    *_, targets = command("overhead").describe(data)
+    share = next(row for row in targets.rows if "share" in row[0])
+    assert share[2:5] == ["0.100", "3", "-44.000 to 0.100"]
+
+
+def test_evaluation_and_memory_have_targets_in_every_network():
+    data = overhead(aoc_eval=1.1)
+    data["resnet34"][0]["network"] = "depthwise"
+    *_, targets = command("overhead").describe(data)
+    assert [row[0].split(": ")[1] for row in targets.rows][1:] == ["evaluation", "peak memory"]
+
+
+def test_a_peak_after_few_steps_is_said_so():
+    data = overhead()
+    for sample in data["resnet34"][0]["rows"]["orthogonium SOC"]["memory_train"]:
+        sample["passes"] = 1
+    assert "Peak memory is that of fewer than 3 steps: orthogonium SOC 1." in command("overhead").describe(data)
+
+
+def test_what_only_the_peer_can_train_or_evaluate_is_its_win():
+    data = overhead()
+    data["resnet34"][0]["rows"]["AOC"]["eval_error"] = "not ready after 2 s"
+    wins = command("overhead").peer_wins(data)
+    assert "resnet34, 224 x 224, batch 8: AOC of orthogonium runs, ours: not ready after 2 s." in wins
+    trained = DATA["methods"]()
+    trained["accuracy"]["rows"]["aoc"] = {"error": "no memory"}
+    assert "trained for the same time: orthogonium aoc 50.0%, aoc: no memory." in command("methods").peer_wins(trained)
 
 
 def test_exponents_are_shown_where_there_is_a_power():

@@ -66,7 +66,7 @@ def test_a_method_that_takes_too_much_memory_is_a_row_that_says_so(monkeypatch):
         return torch.empty(8 * 10**9, dtype=torch.uint8)
 
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    monkeypatch.setattr(methods, "usable_gigabytes", lambda: 6.0)
+    monkeypatch.setattr(training, "usable_gigabytes", lambda: 6.0)
     row = methods._trained("greedy", greedy, TASK, 1.0)
     assert row == {"error": "MemoryError: needs more than 6 GB of memory"}
     assert resource.getrlimit(resource.RLIMIT_DATA) == before

@@ -40,7 +40,7 @@ def hostile(n, m):
 
 
 def missed(basis):
-    return (torch.linalg.svdvals(basis.double()) - 1).abs().max()
+    return (torch.linalg.svdvals(basis.to(torch.complex128)) - 1).abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -68,6 +68,37 @@ def test_hostile_matrices_give_an_orthonormal_matrix_or_an_error(name, shape, dt
         assert missed(basis) < 4 * TOLERANCE[dtype], case
         basis.backward(torch.randn_like(basis))
         assert matrix.grad.isfinite().all(), case
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("shape", [(12, 12), (12, 30), (30, 12)])
+@pytest.mark.parametrize("name", COMPLEX)
+def test_hostile_complex_matrices_give_what_real_ones_give(name, shape, dtype):
+    """Each row turned by an angle: an orthonormal matrix where the real matrix gives one, an error elsewhere."""
+    real, angles = torch.empty(0, dtype=dtype).real.dtype, torch.rand(shape[0], 1, dtype=torch.float64)
+    for case, matrix in hostile(*shape).items():
+        turned = (matrix * torch.polar(torch.ones_like(angles), angles)).to(dtype).requires_grad_()
+        try:
+            orthogonalizer(name).apply(matrix.to(real))
+        except ArithmeticError:
+            continue
+        basis = orthogonalizer(name).apply(turned)
+        assert missed(basis) < 4 * TOLERANCE[real], case
+        basis.backward(torch.randn_like(basis))
+        assert turned.grad.isfinite().all(), case
+
+
+@pytest.mark.parametrize("name", TOTAL)
+def test_complex_matrices_are_refused_where_only_real_ones_are_right(name):
+    with pytest.raises(ValueError, match=r"takes real matrices, got torch\.complex64"):
+        orthogonalizer(name).apply(torch.randn(2, 3, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (4, 7), (7, 4)])
+def test_cayley_has_an_inverse_for_complex_matrices_too(shape):
+    cayley = orthogonalizer("cayley")
+    basis = cayley.apply(0.3 * torch.randn(*shape, dtype=torch.complex128))
+    torch.testing.assert_close(cayley.apply(cayley.inverse(basis)), basis)
 
 
 @pytest.mark.parametrize("name", ["newton_schulz", "bjorck"])

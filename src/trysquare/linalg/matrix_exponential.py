@@ -6,7 +6,8 @@ rounding, ``exp(A)`` is ``s`` squarings of
 
     ``exp(M) = Σ_{j < 4} Mʲ / j! + M⁴ (Σ_{j < 4} Mʲ / (4 + j)! + M⁴ Σ_{j <= 4} Mʲ / (8 + j)!)``
 
-which takes five products.
+which takes five products. A batch is squared as often as its largest matrix has to be. What each product needs is kept
+for backward: five matrices, and one more for each squaring.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from trysquare.linalg.precision import host_can_look
 
-# Size r up to which the rest of the series, Σ_{k > 12} rᵏ / k!, is below the rounding of the dtype.
-_REACH = {torch.float32: 1.5, torch.float64: 0.33}
+# Size r up to which the rest of the derivative's series, Σ_{k >= 12} rᵏ / k!, is below the rounding of the dtype.
+_REACH = {torch.float32: 1.3, torch.float64: 0.25}
 
 
 def matrix_exponential(matrix: Tensor) -> Tensor:
@@ -29,7 +30,7 @@ def matrix_exponential(matrix: Tensor) -> Tensor:
     second = torch.matmul(matrix, matrix)
     third, fourth = torch.matmul(second, matrix), torch.matmul(second, second)
     squarings = _squarings(third.detach(), fourth.detach())
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype).expand_as(matrix)
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device).expand_as(matrix)
     powers = torch.stack([eye, matrix, second, third, fourth])
     low, middle, high = torch.tensordot(_coefficients(0.5**squarings).to(matrix), powers, 1)
     step = 0.5 ** (4 * squarings) * fourth
@@ -45,13 +46,14 @@ def _squarings(third: Tensor, fourth: Tensor) -> int:
     ``α = max(‖A³‖^(1/3), ‖A⁴‖^(1/4))`` can be far below ``‖A‖``, and ``‖Aᵏ‖ <= αᵏ`` for ``k >= 6``, since such a ``k``
     is a sum of threes and fours.
     """
-    sizes = [torch.linalg.matrix_norm(power) ** (1 / k) for k, power in ((3, third), (4, fourth))]
-    largest = float(torch.stack(sizes).amax()) if third.numel() else 0.0
-    return max(0, frexp(largest / _REACH[sizes[0].dtype])[1])
+    sizes = torch.stack([torch.linalg.matrix_norm(power) ** (1 / k) for k, power in ((3, third), (4, fourth))])
+    finite = torch.where(sizes.isfinite(), sizes, 0.0)  # what is not stays so, with any number of squarings
+    largest = float(finite.amax()) if third.numel() else 0.0
+    return max(0, frexp(largest / _REACH[sizes.dtype])[1])
 
 
 def _coefficients(scale: float) -> Tensor:
     """Row ``i`` has those of ``Aʲ``, ``j <= 4``, in the ``i``-th sum for ``M = scale A``."""
     rows = [[scale**j / factorial(4 * i + j) for j in range(5)] for i in range(3)]
     rows[0][4] = rows[1][4] = 0.0
-    return torch.tensor(rows, dtype=torch.float64)
+    return torch.tensor(rows, dtype=torch.float64, device="cpu")

@@ -86,13 +86,21 @@ _CONDITION = "its domain is full rank with condition number up to 1e6 (float32) 
 @on_rows
 def cholesky(matrix: Tensor) -> Tensor:
     """Gram-Schmidt by Cholesky factors; exact for every matrix, and the cheapest."""
-    return orthonormal_rows(matrix)
+    return orthonormal_rows(_real(matrix, "cholesky"))
 
 
 @on_rows
 def qr(matrix: Tensor) -> Tensor:
     """Gram-Schmidt by Householder reflections; exact for every matrix, and ``cholesky`` at full rank."""
-    return orthonormal_rows(matrix, householder=True)
+    return orthonormal_rows(_real(matrix, "qr"), householder=True)
+
+
+def _real(matrix: Tensor, name: str) -> Tensor:
+    if matrix.is_complex():
+        raise ValueError(
+            f"{name} takes real matrices, got {matrix.dtype}: use newton_schulz, bjorck, cayley or exponential"
+        )
+    return matrix
 
 
 class _Polar(torch.autograd.Function):
@@ -106,7 +114,7 @@ class _Polar(torch.autograd.Function):
     @staticmethod
     def forward(matrix: Tensor, iterate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         largest = matrix.abs().amax((-2, -1), keepdim=True)
-        unit = matrix / torch.where(largest > 0, largest, 1.0)
+        unit = _divided(matrix, torch.where(largest > 0, largest, 1.0))
         gram = torch.matmul(unit, unit.mH)
         bound = torch.minimum(torch.linalg.matrix_norm(gram), gram.abs().sum(-1).amax(-1))
         bound = bound.sqrt()[..., None, None]
@@ -130,6 +138,13 @@ class _Polar(torch.autograd.Function):
             skew = skew / (values.unsqueeze(-1) + values.unsqueeze(-2))
             normal = torch.matmul(vectors.mH, grad - torch.matmul(tangent, basis)) / values.unsqueeze(-1)
             return torch.matmul(vectors, torch.matmul(skew, torch.matmul(vectors.mH, basis)) + normal), None
+
+
+def _divided(matrix: Tensor, size: Tensor) -> Tensor:
+    """By a real size that may be subnormal: the division of complex numbers would take its reciprocal, infinity."""
+    if matrix.is_complex():
+        return torch.view_as_complex(torch.view_as_real(matrix.resolve_conj()) / size.unsqueeze(-1))
+    return matrix / size
 
 
 def _bjorck_steps(basis: Tensor) -> Tensor:
@@ -224,14 +239,14 @@ def _unchanged(basis: Tensor) -> Tensor:
 
 def _cayley_inverse(basis: Tensor) -> Tensor:
     if basis.shape[-2] > basis.shape[-1]:
-        return _cayley_inverse(basis.mT).mT
+        return _cayley_inverse(basis.mH).mH
     n = basis.shape[-2]
-    upper, lower = basis[..., :n].mT, basis[..., n:].mT
+    upper, lower = basis[..., :n].mH, basis[..., n:].mH
     eye = torch.eye(n, dtype=basis.dtype, device=basis.device)
     skew = 2 * inverse(eye + upper) - eye
     lower = -0.5 * torch.matmul(lower, eye + skew)
-    upper = 0.5 * (skew - torch.matmul(lower.mT, lower))
-    return torch.cat([upper, lower], dim=-2).mT
+    upper = 0.5 * (skew - torch.matmul(lower.mH, lower))
+    return torch.cat([upper, lower], dim=-2).mH
 
 
 @dataclass(frozen=True)
