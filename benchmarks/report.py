@@ -171,11 +171,16 @@ def better_peers(what: str, unit: str, scale: float, ours: Samples, theirs: Samp
         theirs: taken in the same turns.
     """
     return [
-        f"{what}: {name} of orthogonium takes {scale * median(theirs[name]):.3g} {unit}, ours "
-        f"{scale * median(samples):.3g} {unit} ({times(ratio(samples, theirs[name]))})."
+        f"{what}: {name} of orthogonium takes {_short(scale * median(theirs[name]))} {unit}, ours "
+        f"{_short(scale * median(samples))} {unit} ({times(ratio(samples, theirs[name]))})."
         for name, samples in ours.items()
         if name in theirs and beyond_noise(samples, theirs[name])
     ]
+
+
+def _short(number: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{number:.3g}" if number < 1000 else f"{number:.0f}"
 
 
 def beyond_noise(samples: Sequence[float], fewer: Sequence[float]) -> bool:
