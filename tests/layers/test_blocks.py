@@ -146,8 +146,10 @@ def test_gradcheck(make, shape):
 
 @each
 def test_every_parameter_learns(make, shape):
+    """By a loss that sees rotations of the output too, as the sum of squares would not."""
     block = randomise(make(), 0.3)
-    block(torch.randn(4, *shape)).square().mul(torch.rand(1)).sum().backward()
+    out = block(torch.randn(4, *shape))
+    out.square().mul(torch.rand_like(out)).sum().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in block.parameters())
 
 
