@@ -78,10 +78,10 @@ BLOCKS: dict[str, Make] = {
 
 
 def methods() -> dict[str, Make]:
-    """All of ours, then the peer's that are installed."""
+    """All of ours, then the peer's."""
     made = {name: ours(name) for name in ts.METHODS} | {name: fourier(name) for name in RESPONSES} | BLOCKS
     made["soc"] = odd(made["soc"])
-    return {**made, **PEERS} if peers.installed() else made
+    return {**made, **PEERS}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,8 +95,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Costs at stride 1 and 2, and the end of each training run."""
+    """Costs at stride 1 and 2, and the end of each training run.
+
+    Raises:
+        ValueError: if a method of the peer is asked for, which is not installed.
+    """
     chosen = {name: make for name, make in methods().items() if name in (arguments.only or methods())}
+    if not peers.installed():
+        if arguments.only and set(arguments.only) & PEERS.keys():
+            raise ValueError(f"--only has layers of orthogonium: {'; '.join(peers.missing())}")
+        chosen = {name: make for name, make in chosen.items() if name not in PEERS}
     rounds = arguments.rounds or (3 if arguments.quick else 7)
     task = Task(arguments.data, batch=128, test_images=200 if arguments.quick else None)
     budget = arguments.budget or (3.0 if arguments.quick else 600.0)

@@ -105,7 +105,9 @@ def _wins_of(name: str, result: dict[str, Any]) -> list[str]:
 def _section(name: str, result: dict[str, Any] | None) -> list[str]:
     if result is None:
         return [f"Not measured yet: `python -m benchmarks {name}`."]
-    lines = [(command(name).__doc__ or "").strip().replace("``", "`"), "", *_origin(result)]
+    with _as_written_now(name):
+        origin = _origin(result)
+    lines = [(command(name).__doc__ or "").strip().replace("``", "`"), "", *origin]
     for part in _parts(name, result):
         lines += ["", _markdown(part)]
     return lines

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,14 +19,28 @@ _HOW = "pip install -c constraints.txt '.[bench]'"
 
 
 def missing() -> list[str]:
-    """What is not installed, and what that leaves out."""
+    """What cannot be imported, why, and what that leaves out."""
     lost = {"orthogonium": "its figures", "einops": "orthogonium's copies of BCOP, SOC and Cayley, which need it"}
-    return [f"{name} is not installed ({_HOW}): without {what}" for name, what in lost.items() if not find_spec(name)]
+    return [f"{_problem(name)} ({_HOW}): without {what}" for name, what in lost.items() if _problem(name)]
 
 
 def installed() -> bool:
     """Whether the peer is there."""
-    return find_spec("orthogonium") is not None
+    return not _problem("orthogonium")
+
+
+@cache
+def _problem(name: str) -> str:
+    """Why a package cannot be imported; nothing if it can."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import_module(name)
+    except ModuleNotFoundError as error:
+        return f"{name} is not installed" if error.name == name else f"{name} cannot be imported: {error}"
+    except Exception as error:
+        return f"{name} cannot be imported: {error}"
+    return ""
 
 
 def load(module: str, name: str) -> Any:

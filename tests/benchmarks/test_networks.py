@@ -1,11 +1,12 @@
 import pytest
 import torch
+from benchmarks.__main__ import parser
 from benchmarks.networks import VARIANTS, build, exchange
 from benchmarks.steps import evaluation, images, train_step
 from torch import nn
 
 import trysquare as ts
-from benchmarks import networks, peers
+from benchmarks import methods, networks, peers
 
 OURS = [name for name, variant in VARIANTS.items() if variant.library != "orthogonium"]
 
@@ -69,11 +70,37 @@ def test_step_trains_and_evaluation_does_not():
     assert not model.training
 
 
-def test_without_peers_the_benchmarks_say_what_is_missing(monkeypatch):
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+@pytest.fixture
+def no_peers(monkeypatch):
+    """Imports of the peer fail with the given error."""
+
+    def fail(error):
+        def refuse(name):
+            raise error(name)
+
+        monkeypatch.setattr(peers, "import_module", refuse)
+        peers._problem.cache_clear()
+
+    yield fail
+    peers._problem.cache_clear()
+
+
+def test_without_peers_the_benchmarks_say_what_is_missing(no_peers):
+    no_peers(lambda name: ModuleNotFoundError(name, name=name))
     assert not peers.installed()
-    assert [line.split()[0] for line in peers.missing()] == ["orthogonium", "einops"]
+    assert [line.split(" (")[0] for line in peers.missing()] == [
+        "orthogonium is not installed",
+        "einops is not installed",
+    ]
     assert all("pip install" in line for line in peers.missing())
+    with pytest.raises(ValueError, match="--only has layers of orthogonium"):
+        methods.plan(parser().parse_args(["methods", "--only", "orthogonium aoc"]))
+
+
+def test_a_peer_that_breaks_at_its_import_is_as_good_as_missing(no_peers):
+    no_peers(lambda name: RuntimeError("torchvision::nms does not exist"))
+    assert not peers.installed()
+    assert "orthogonium cannot be imported: torchvision::nms does not exist" in peers.missing()[0]
 
 
 def test_layers_that_ask_for_an_accelerator_stay_where_they_are():

@@ -191,6 +191,14 @@ def test_results_of_another_version_are_named(tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize("header", [{"machine": None}, {"machine": {}}, {"versions": []}, {"missing": None}])
+def test_a_damaged_header_is_named(tmp_path, capsys, header):
+    results.write({**result("kernels"), **header}, tmp_path / "kernels.json")
+    with pytest.raises(SystemExit):
+        main(["page", "--results", str(tmp_path), "--page", str(tmp_path / "page.md")])
+    assert "the result of kernels is damaged" in capsys.readouterr().err
+
+
 def test_a_page_needs_results_and_matplotlib(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main(["page", "--results", str(tmp_path / "typo"), "--page", str(tmp_path / "page.md")])

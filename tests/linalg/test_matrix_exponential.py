@@ -61,11 +61,11 @@ def test_what_is_no_number_stays_so(value):
 
 def test_members_of_a_batch_do_not_spoil_each_other():
     few = skew(4, 5, 5)
-    few[1:] *= torch.tensor([1e-8, 20.0, 1.0], dtype=torch.float64)[:, None, None]
+    few[1:] *= torch.tensor([1e-8, 1e6, 1.0], dtype=torch.float64)[:, None, None]
     few[3, 0, 1] = float("nan")
     found = matrix_exponential(few)
-    for member, alone in zip(found[:3], few[:3], strict=True):
-        torch.testing.assert_close(member, torch.linalg.matrix_exp(alone), rtol=0, atol=1e-12)
+    for member, alone, error in zip(found[:3], few[:3], (1e-14, 1e-14, 1e-8), strict=True):
+        torch.testing.assert_close(member, torch.linalg.matrix_exp(alone), rtol=0, atol=error)
     assert found[3].isnan().all()
 
 
