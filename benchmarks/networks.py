@@ -64,8 +64,11 @@ def original_bcop(channels: int, outputs: int, kernel_size: int, stride: int, gr
 
 
 REFERENCE = "Conv2d"
+# Another network of the same layers: what it differs by is noise.
+CONTROL = "Conv2d, again"
 VARIANTS: dict[str, Variant] = {
     REFERENCE: Variant("plain", "torch", plain),
+    CONTROL: Variant("plain", "torch", plain),
     "AOC": Variant("AOC", "trysquare", ours("aoc")),
     "AOC parsimonious": Variant("AOC parsimonious", "trysquare", ours("aoc", parsimonious=True)),
     "BCOP, original style": Variant("BCOP", "trysquare", original_bcop),

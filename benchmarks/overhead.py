@@ -12,7 +12,8 @@ Its copies of the originals are as these are: strides emulated by more channels 
 BCOP with 12 steps of Björck, SOC with zeros around the map, 5 terms in training and 12 in evaluation, Cayley built anew
 in each evaluation. "BCOP, original style" emulates strides too, and iterates until it has converged. Our SOC is exact
 to 1e-6 by nine terms, applied one by one; "SOC, 3 terms" has as many as adaptive SOC, and an error of up to 0.052. SOC
-and orthogonium's BCOP have the next odd kernel size in the place of an even one.
+and orthogonium's BCOP have the next odd kernel size in the place of an even one. "Conv2d, again" is a second network of
+the same layers: what it differs by from the first is noise.
 
 Times are medians, all variants in turns, slow ones in fewer; a ratio is the median of those within each turn, so not
 quite that of the medians. Memory is the peak of a fresh process for each variant, interpreter included, in three steps
@@ -35,9 +36,9 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import peers
-from benchmarks.measure import ChildError, Samples, in_child, interleaved, ratios
+from benchmarks.measure import ChildError, Samples, aten_calls, flops, in_child, interleaved, ratio, ratios
 from benchmarks.memory import PASSES
-from benchmarks.networks import NETWORKS, REFERENCE, VARIANTS, build
+from benchmarks.networks import CONTROL, NETWORKS, REFERENCE, VARIANTS, build
 from benchmarks.options import amount, count
 from benchmarks.report import (
     Part,
@@ -72,8 +73,7 @@ class Limits(NamedTuple):
     Attributes:
         rounds: samples of each time.
         processes: samples of each peak of memory.
-        patience: seconds of steps after which a variant is sampled no more, half of it for evaluations; once in any
-            case.
+        patience: seconds of steps after which a variant is sampled no more, and of evaluations; once in any case.
         seconds: time of a process.
         gigabytes: memory of a process.
     """
@@ -92,6 +92,8 @@ FULL = (
     Case("depthwise", 32, 32),
     Case("bcop-small", 32, 128),
 )
+# Whose operations in an evaluation are counted.
+COUNTED = (REFERENCE, "AOC")
 QUICK = (Case("resnet18", 32, 8),)
 QUICK_VARIANTS = (REFERENCE, "AOC", "AOC parsimonious", "orthogonium AOC")
 # Seconds of a step from which on a variant is not tried with a larger batch.
@@ -191,7 +193,10 @@ def _measure_case(case: Case, chosen: list[str], limits: Limits, failed: dict[st
     for model in models.values():
         model.zero_grad()
     calls = {name: evaluation(models[name], x) for name in works if "memory_eval" in rows[name]}
-    evaluated = interleaved(calls, 4 * limits.rounds + 3, patience=limits.patience / 2, label=str(case))
+    evaluated = interleaved(calls, 8 * limits.rounds + 1, patience=limits.patience, label=str(case))
+    for name in COUNTED:
+        if name in calls:
+            rows[name]["operations"] = {"calls": aten_calls(calls[name]), "flops": flops(calls[name])}
     del models, calls
     gc.collect()
     for mode, samples in (("train", trained), ("eval", evaluated)):
@@ -265,6 +270,7 @@ def describe(data: dict[str, Any]) -> list[Part]:
         parts += [_table(case, samples)] if REFERENCE in samples else [f"No table of {case}:"]
         parts += failures({**rows, **_not_evaluated(rows)})
         parts += _fewer_passes(rows)
+        parts += _operations(rows)
         parts += [_plot(case, samples)] if REFERENCE in samples and len(samples) > 1 else []
     return [*parts, *_targets(data)]
 
@@ -279,6 +285,13 @@ def _fewer_passes(rows: dict[str, Any]) -> list[Part]:
     passes = {name: min(sample.get("passes", PASSES) for sample in taken) for name, taken in samples.items()}
     slow = [f"{name} {fewest}" for name, fewest in passes.items() if fewest < PASSES]
     return [f"Peak memory is that of fewer than {PASSES} steps: {', '.join(slow)}."] if slow else []
+
+
+def _operations(rows: dict[str, Any]) -> list[Part]:
+    """What an evaluation with AOC consists of, next to one with the reference: that is no matter of noise."""
+    counted = {name: rows[name]["operations"] for name in COUNTED if "operations" in rows.get(name, {})}
+    said = [f"{count['calls']} with {name} ({count['flops'] / 1e9:.3f} GFLOPs)" for name, count in counted.items()]
+    return [f"Operations of torch in an evaluation: {', '.join(said)}."] if said else []
 
 
 def _table(case: Case, samples: dict[str, Samples]) -> Table:
@@ -299,7 +312,7 @@ def _targets(data: dict[str, Any]) -> list[Part]:
     rows = [row for case, raw in _cases(data) for row in _targets_of(case, _samples(raw))]
     if not rows:
         return []
-    columns = ["target", "at most", "measured", "turns", "least and most in a turn", "met"]
+    columns = ["target", "at most", "measured", "turns", "least and most in a turn", "met", CONTROL]
     return [Table(columns, rows, "Targets for AOC")]
 
 
@@ -307,6 +320,7 @@ def _targets_of(case: Case, samples: dict[str, Samples]) -> list[list[str]]:
     if "AOC" not in samples or REFERENCE not in samples:
         return []
     base, aoc, peer = samples[REFERENCE], samples["AOC"], samples.get("orthogonium AOC")
+    control = samples.get(CONTROL, {})
     rows = []
     if peer is not None:
         shares = _shares(aoc["train"], base["train"], peer["train"])
@@ -317,7 +331,8 @@ def _targets_of(case: Case, samples: dict[str, Samples]) -> list[list[str]]:
     for key, limit in most.items():
         if key in aoc and key in base:
             turns = ratios(aoc[key], base[key])
-            rows.append(_verdict(f"{case}: {MEASURED[key][0]}", limit, median(turns), turns))
+            noise = f"{ratio(control[key], base[key]):.3f}" if key in control else ""
+            rows.append(_verdict(f"{case}: {MEASURED[key][0]}", limit, median(turns), turns, noise))
     return rows
 
 
@@ -332,10 +347,10 @@ def _share(added: float, more: float) -> float:
     return added / more if more > 0 else math.inf
 
 
-def _verdict(name: str, most: float, measured: float, turns: list[float]) -> list[str]:
+def _verdict(name: str, most: float, measured: float, turns: list[float], noise: str = "") -> list[str]:
     spread = f"{min(turns):.3f} to {max(turns):.3f}"
     met = "yes" if measured <= most else "**no**"
-    return [name, f"{most:.3f}", f"{measured:.3f}", str(len(turns)), spread, met]
+    return [name, f"{most:.3f}", f"{measured:.3f}", str(len(turns)), spread, met, noise]
 
 
 def peer_wins(data: dict[str, Any]) -> list[str]:

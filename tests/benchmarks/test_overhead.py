@@ -57,11 +57,13 @@ def test_what_can_only_be_trained_has_a_row(monkeypatch, tried):
 
     monkeypatch.setattr(overhead, "in_child", child)
     data = {"resnet34": overhead._measure_network([Case("resnet34", 4, 2)], ["Conv2d", "SOC"], LIMITS)}
-    table, missing, plot, *_ = overhead.describe(data)
+    table, missing, operations, plot, *_ = overhead.describe(data)
     assert "train" in data["resnet34"][0]["rows"]["SOC"]
     assert table.rows[1][0] == "SOC"
     assert table.rows[1][3:5] == ["", ""]
     assert "* SOC, evaluation: not ready (batch 2)" in missing
+    assert operations.startswith("Operations of torch in an evaluation: ")
+    assert "with Conv2d (" in operations
     assert plot.series["evaluation"] == ([], [])
     assert not overhead.peer_wins(data)
 

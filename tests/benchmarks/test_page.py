@@ -106,10 +106,21 @@ def test_noise_is_no_win():
 def test_targets_stand_next_to_what_was_measured():
     *_, targets = command("overhead").describe(overhead(aoc_eval=1.1))
     verdicts = {row[0].split(": ")[1]: row[1:] for row in targets.rows}
-    assert verdicts["share of orthogonium's added time"] == ["0.167", "0.100", "3", "0.100 to 0.100", "yes"]
-    assert verdicts["training step"] == ["1.600", "1.500", "3", "1.500 to 1.500", "yes"]
-    assert verdicts["evaluation"] == ["1.020", "1.100", "3", "1.100 to 1.100", "**no**"]
-    assert verdicts["peak memory"] == ["1.050", "1.040", "3", "1.027 to 1.050", "yes"]
+    assert verdicts["share of orthogonium's added time"] == ["0.167", "0.100", "3", "0.100 to 0.100", "yes", ""]
+    assert verdicts["training step"] == ["1.600", "1.500", "3", "1.500 to 1.500", "yes", ""]
+    assert verdicts["evaluation"] == ["1.020", "1.100", "3", "1.100 to 1.100", "**no**", ""]
+    assert verdicts["peak memory"] == ["1.050", "1.040", "3", "1.027 to 1.050", "yes", ""]
+
+
+def test_noise_and_operations_stand_next_to_the_verdict():
+    data = overhead()
+    rows = data["resnet34"][0]["rows"]
+    rows["Conv2d, again"] = {**rows["Conv2d"], "eval": [1.0, 1.01, 1.03]}
+    for name, calls in (("Conv2d", 7), ("AOC", 8)):
+        rows[name]["operations"] = {"calls": calls, "flops": 2_000_000}
+    *parts, targets = command("overhead").describe(data)
+    assert next(row for row in targets.rows if "evaluation" in row[0])[-1] == "1.010"
+    assert "Operations of torch in an evaluation: 7 with Conv2d (0.002 GFLOPs), 8 with AOC (0.002 GFLOPs)." in parts
 
 
 def test_a_share_is_that_of_medians_since_single_turns_are_noise():

@@ -205,6 +205,13 @@ def test_bad_input():
         orthogonalizer("magic")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("name", ORTHOGONALIZERS)
+def test_coarse_dtypes_are_refused_with_a_way_out(name, dtype):
+    with pytest.raises(ValueError, match=f"{name} takes float32.*got {dtype}: orthonormalise matrix.float"):
+        orthogonalizer(name).apply(torch.eye(3, dtype=dtype))
+
+
 @pytest.mark.parametrize("shape", [(3, 7), (2, 1, 5), (2, 4, 30)])
 @pytest.mark.parametrize("scale", [0.0, 1e-8, 0.3, 5.0])
 def test_exponential_of_few_rows_is_that_of_all(shape, scale):

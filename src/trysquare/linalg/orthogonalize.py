@@ -37,6 +37,7 @@ from trysquare.linalg.precision import full_precision, host_can_look, unwrapped
 from trysquare.linalg.unitary import corrected, polish
 from trysquare.naming import pick
 
+_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 _BJORCK_STEPS = {torch.float32: 50, torch.float64: 80}
 # Weakest singular value, relative to the bound that the matrix is divided by, that the Newton
 # schedule still carries to 1.
@@ -53,6 +54,11 @@ def on_rows(rows_only: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
     def orthogonalize(matrix: Tensor) -> Tensor:
         if matrix.ndim < 2:
             raise ValueError(f"a matrix has two axes, got shape {tuple(matrix.shape)}")
+        if matrix.dtype not in _DTYPES:
+            raise ValueError(
+                f"{rows_only.__name__} takes float32, float64 and their complex kinds, got {matrix.dtype}: "
+                "orthonormalise matrix.float(), then round"
+            )
         with full_precision(matrix):
             if matrix.shape[-2] > matrix.shape[-1]:
                 return rows_only(matrix.mH).mH.resolve_conj()
