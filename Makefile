@@ -14,6 +14,7 @@ TRAINED := loading orthogonalizers methods recipe
 # Examples in docstrings and documents build on each other, so they run one after another.
 EXAMPLES = $(BIN)/python -m pytest --cov --cov-append --cov-report=term:skip-covered src docs README.md
 
+.NOTPARALLEL:
 .PHONY: demo test test-all lint types bench bench-quick clean
 
 demo: $(VENV)/.installed
@@ -34,10 +35,14 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed-bench
-	set -e; for command in $(BENCHMARKS); do $(BIN)/python -m benchmarks $$command --resume; done
-	set -e; for command in $(TRAINED); do $(BIN)/python -m benchmarks $$command --resume $(if $(DATA),--data $(DATA)); done
+# What is measured has a stamp until all is, so that an interrupted run goes on where it was.
+bench: $(addprefix $(VENV)/.measured-,$(BENCHMARKS) $(TRAINED))
 	$(BIN)/python -m benchmarks page
+	rm $^
+
+$(VENV)/.measured-%: | $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks $* --resume $(if $(filter $*,$(TRAINED)),$(if $(DATA),--data $(DATA)))
+	touch $@
 
 bench-quick: $(VENV)/.installed-bench
 	set -e; for command in $(BENCHMARKS) $(TRAINED); do $(BIN)/python -m benchmarks $$command --quick --resume; done

@@ -14,8 +14,9 @@ import torch
 from benchmarks import page, peers, results
 from benchmarks.commands import TITLES, command, peer_wins
 from benchmarks.options import threads
-from benchmarks.parts import RESUME, Parts
+from benchmarks.parts import Parts
 from benchmarks.report import to_text
+from benchmarks.results import RESUME
 
 # Options that leave something out.
 SELECTIONS = ("networks", "batches", "variants", "only")
@@ -62,6 +63,8 @@ def _benchmark(parse: argparse.ArgumentParser, arguments: argparse.Namespace, li
         torch.manual_seed(0)
         plan = command(arguments.command).plan(arguments)
     data = _measured(plan, parts)
+    if kept := results.set_aside(path, about):
+        print(f"the result that was there, of another command line, is kept in {kept}", file=sys.stderr)
     results.write(results.record(about, parts.seconds, data), path)
     print(to_text([*command(arguments.command).describe(data), *peer_wins(arguments.command, data)]))
     parts.forget()

@@ -34,7 +34,8 @@ def interleaved(calls: dict[str, Call], rounds: int, *, patience: float = math.i
     Args:
         calls: what to time; each runs once before, which does not count.
         rounds: samples of each.
-        patience: a call whose samples have taken more seconds than this is sampled no more.
+        patience: a call whose samples have taken more seconds than this is sampled no more; if it takes longer by
+            itself, the first run is its sample.
         label: of the progress bar.
     """
     times: Samples = {name: [] for name in calls}
@@ -44,7 +45,7 @@ def interleaved(calls: dict[str, Call], rounds: int, *, patience: float = math.i
             taken = times[name]
             if not taken or sum(taken) < patience:
                 seconds = _seconds(calls[name])
-                if number:
+                if number or seconds > patience:
                     taken.append(seconds)
         shuffle(order)
     return times

@@ -3,11 +3,13 @@
 Cost: building the weight with its gradient (for the methods in the Fourier domain the response at that image size),
 forward and backward pass of the layer in training with gradients of input and parameters, the forward pass in eval
 mode, and the bytes that autograd keeps. SOC's weight is not part of its passes, which do without it. Accuracy: the
-network of Li et al. with each kind of convolution, trained once for the same number of seconds on CIFAR-10 (``--data``)
-or the digits of the package, then certified. Blocks that keep the shape stand behind an AOC convolution that changes
-it. All are trained alike, by Adam with a rate of 3e-3 that falls to 0, which was not tuned for any of them, and with
-the same margin of the loss: it asks networks with a smaller Lipschitz constant, which is the last column, for larger
-radii.
+network of Li et al. with each kind of convolution and our dense layers, trained once for the same number of seconds on
+CIFAR-10 (``--data``) or the digits of the package, then certified. Blocks that keep the shape stand behind an AOC
+convolution that changes it. All are trained alike, by Adam with a rate of 3e-3 that falls to 0, which was not tuned for
+any of them, and with the same margin of the loss: it asks networks with a smaller Lipschitz constant, which is the last
+column, for larger radii. They are trained one after the other: how long a step takes in the quarters of a run tells a
+machine that is slower for a while from a method that is. Of orthogonium's layers those with a kernel take part, which
+can be certified as plain ones; its copies of the originals are compared in networks.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from benchmarks.report import (
     Plot,
     Table,
     accuracy_table,
-    better_peers,
+    better_peer,
     better_trained,
     failures,
     megabytes,
@@ -42,12 +44,19 @@ from benchmarks.report import (
     with_ratios,
 )
 from benchmarks.steps import evaluation
-from benchmarks.training import Task, trained
+from benchmarks.training import Run, Task, trained
 from trysquare.linalg.fourier import RESPONSES
 
 PEERS = {"orthogonium aoc": peers.aoc, "orthogonium aol": peers.aol}
 NETWORK = "bcop-small"
-RATIOS = {"step": "training step", "eval": "evaluation", "saved": "saved for backward"}
+COSTS = {
+    "build": ("weight and gradient", "ms", 1e3),
+    "step": ("training step", "ms", 1e3),
+    "eval": ("evaluation", "ms", 1e3),
+    "saved": ("saved for backward", "MB", 1e-6),
+}
+# As ratios to the reference, which builds nothing.
+RATIOS = {kind: what for kind, (what, *_) in COSTS.items() if kind != "build"}
 
 
 def behind(block: Callable[..., nn.Module]) -> Make:
@@ -100,11 +109,8 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: if a method of the peer is asked for, which is not installed.
     """
-    chosen = {name: make for name, make in methods().items() if name in (arguments.only or methods())}
-    if not peers.installed():
-        if arguments.only and set(arguments.only) & PEERS.keys():
-            raise ValueError(f"--only has layers of orthogonium: {'; '.join(peers.missing())}")
-        chosen = {name: make for name, make in chosen.items() if name not in PEERS}
+    names = peers.that_run(methods(), "--only", arguments.only)
+    chosen = {name: make for name, make in methods().items() if name in names and name in (arguments.only or names)}
     rounds = arguments.rounds or (3 if arguments.quick else 7)
     task = Task(arguments.data, batch=128, test_images=200 if arguments.quick else None)
     budget = arguments.budget or (3.0 if arguments.quick else 600.0)
@@ -206,19 +212,27 @@ def _accuracy_parts(accuracy: dict[str, Any]) -> list[Part]:
         CERTIFIED: (list(range(len(works))), [row["certified"][0] for row in works.values()]),
     }
     plot = Plot("methods-accuracy", title, series, "", "share of the test images", ticks=list(works))
-    table = accuracy_table("method", title, accuracy["rows"])
+    table = accuracy_table("method", title, accuracy["rows"], {"step ms, by quarter": _step_by_quarter})
     return [table, *failures(accuracy["rows"]), *([plot] if works else [])]
+
+
+def _step_by_quarter(row: dict[str, Any]) -> str:
+    """Least and most of the medians in the quarters of a run."""
+    steps = Run(row["seconds"], row["losses"]).steps()
+    size = -(-len(steps) // 4)
+    quarters = [median(steps[start : start + size]) for start in range(0, len(steps), size)]
+    return f"{milliseconds(min(quarters))} to {milliseconds(max(quarters))}"
 
 
 def peer_wins(data: dict[str, Any]) -> list[str]:
     """Where orthogonium's layer of the same method is cheaper, or its network ends up better."""
+    pairs = {name: peers.own_name(name) for name in PEERS}
     found = []
     for entry in data["costs"]:
         samples = _samples(entry)
-        for kind, what in {"build": "weight and gradient", **RATIOS}.items():
-            unit, scale = ("MB", 1e-6) if kind == "saved" else ("ms", 1e3)
-            taken = {name: row[kind] for name, row in samples.items() if kind in row}
-            theirs = {name.removeprefix("orthogonium "): taken[name] for name in PEERS if name in taken}
-            found += better_peers(f"layer at stride {entry['stride']}, {what}", unit, scale, taken, theirs)
-    pairs = {name: name.removeprefix("orthogonium ") for name in PEERS}
+        for peer, own in pairs.items():
+            for kind, (what, unit, scale) in COSTS.items():
+                if kind in samples.get(peer, {}) and kind in samples.get(own, {}):
+                    at = f"layer at stride {entry['stride']}, {what}"
+                    found += better_peer(at, own, unit, scale, samples[own][kind], samples[peer][kind])
     return found + better_trained("trained for the same time", data["accuracy"]["rows"], pairs)

@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 import trysquare as ts
 from benchmarks import peers
 from benchmarks.peers import Make
+from trysquare.layers.wrapping import circular_convolution
+
+
+class Case(NamedTuple):
+    """A network on images of a size, in batches."""
+
+    network: str
+    size: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.network}, {self.size} x {self.size}, batch {self.batch}"
 
 
 class Variant(NamedTuple):
@@ -26,10 +38,26 @@ class Variant(NamedTuple):
     make: Make
 
 
-def plain(channels: int, outputs: int, kernel_size: int, stride: int, groups: int) -> nn.Module:
-    """Torch's convolution, circular as all others, so that their overhead is not that of the padding."""
-    padding = (kernel_size - 1) // 2
-    return nn.Conv2d(channels, outputs, kernel_size, stride, padding, groups=groups, padding_mode="circular")
+class OurPadding(nn.Conv2d):
+    """Torch's convolution with circular padding as in our layers, which keep no padded map for backward."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Convolve."""
+        if self.padding_mode == "zeros":
+            return super().forward(input)
+        pads = self._reversed_padding_repeated_twice
+        return circular_convolution(input, self.weight, self.bias, pads, self.stride, self.dilation, self.groups)
+
+
+def plain_by(kind: type[nn.Conv2d]) -> Make:
+    """A convolution without constraint, circular as all others, so that their overhead is not that of the padding."""
+
+    def make(channels: int, outputs: int, kernel_size: int, stride: int, groups: int) -> nn.Module:
+        padding = (kernel_size - 1) // 2
+        mode = "circular" if padding else "zeros"  # torch would copy the map to add nothing to it
+        return kind(channels, outputs, kernel_size, stride, padding, groups=groups, padding_mode=mode)
+
+    return make
 
 
 def ours(method: str, **options: object) -> Make:
@@ -63,12 +91,12 @@ def original_bcop(channels: int, outputs: int, kernel_size: int, stride: int, gr
     return convolution if stride == 1 else nn.Sequential(ts.InvertibleDownsampling2d(stride), convolution)
 
 
+plain = plain_by(nn.Conv2d)
 REFERENCE = "Conv2d"
-# Another network of the same layers: what it differs by is noise.
-CONTROL = "Conv2d, again"
+PADDED = "Conv2d, our padding"
 VARIANTS: dict[str, Variant] = {
     REFERENCE: Variant("plain", "torch", plain),
-    CONTROL: Variant("plain", "torch", plain),
+    PADDED: Variant("plain", "torch", plain_by(OurPadding)),
     "AOC": Variant("AOC", "trysquare", ours("aoc")),
     "AOC parsimonious": Variant("AOC parsimonious", "trysquare", ours("aoc", parsimonious=True)),
     "BCOP, original style": Variant("BCOP", "trysquare", original_bcop),
@@ -76,6 +104,7 @@ VARIANTS: dict[str, Variant] = {
     "SOC, 3 terms": Variant("adaptive SOC", "trysquare", odd(ours("soc", terms=3))),
     "Cayley": Variant("Cayley", "trysquare", fourier("cayley")),
     "orthogonium AOC": Variant("AOC", "orthogonium", peers.aoc),
+    "orthogonium AOC, QR": Variant("AOC", "orthogonium", peers.aoc_by("QR")),
     "orthogonium AOC, Cholesky": Variant("AOC", "orthogonium", peers.aoc_by("Cholesky")),
     "orthogonium BCOP": Variant("BCOP", "orthogonium", odd(peers.bcop)),
     "orthogonium SOC": Variant("SOC", "orthogonium", odd(peers.soc)),

@@ -24,7 +24,7 @@ from benchmarks import peers
 from benchmarks.measure import interleaved
 from benchmarks.networks import exchange, ours
 from benchmarks.options import amount, cifar10, count
-from benchmarks.report import CERTIFIED, Part, Plot, Table, better_peers, better_trained, failures, milliseconds
+from benchmarks.report import CERTIFIED, Part, Plot, Table, better_peer, better_trained, failures, milliseconds
 from benchmarks.training import Run, Task, trained
 
 # Ways of orthogonium, and ours by the same idea.
@@ -57,13 +57,8 @@ def ways(shape: tuple[int, ...]) -> dict[str, Callable[[Tensor], Tensor]]:
     """Ours, and the peer's for matrices of this shape if it is installed."""
     found: dict[str, Callable[[Tensor], Tensor]] = {n: e.apply for n, e in ts.linalg.ORTHOGONALIZERS.items()}
     if peers.installed():
-        found |= {name: peers.Orthogonalizer(_way(name), shape) for name in PEERS}
+        found |= {name: peers.Orthogonalizer(peers.own_name(name), shape) for name in PEERS}
     return found
-
-
-def _way(name: str) -> str:
-    """The peer's name of one of ``PEERS``."""
-    return name.removeprefix("orthogonium ")
 
 
 def plan(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -120,7 +115,7 @@ def network(name: str, shape: tuple[int, int, int]) -> nn.Module:
     torch.manual_seed(0)
     model = ts.models.build(NETWORK, shape, 10, mean=0.5)
     if name in PEERS:
-        return exchange(model, peers.aoc_by(_way(name)), peers.linear_by(_way(name)))
+        return exchange(model, peers.aoc_by(peers.own_name(name)), peers.linear_by(peers.own_name(name)))
     return exchange(model, ours("aoc", orthogonalizer=name), partial(ts.OrthoLinear, orthogonalizer=name))
 
 
@@ -162,7 +157,7 @@ def _trainability(training: dict[str, Any]) -> list[Part]:
         if "error" in entry:
             continue
         run = Run(entry["seconds"], entry["losses"])
-        steps = [b - a for a, b in zip([0.0, *run.seconds], run.seconds, strict=False)]
+        steps = run.steps()
         last = run.losses[-20:]
         shares = (f"{share:.1%}" for share in (entry["accuracy"], entry["certified"][0]))
         cells = [str(len(steps)), milliseconds(median(steps)), f"{run.seconds[-1]:.0f}"]
@@ -178,10 +173,10 @@ def peer_wins(data: dict[str, Any]) -> list[str]:
     """Where a way of the peer's is faster or more precise than ours by the same idea, or our default trains worse."""
     found = []
     for entry in data["times"]:
-        seconds = entry["seconds"]
-        theirs = {_way(name): seconds[name] for name in PEERS if name in seconds}
-        mine = {_way(name): seconds[own] for name, own in PEERS.items()}
-        found += better_peers(f"matrix {' x '.join(map(str, entry['shape']))}", "ms", 1e3, mine, theirs)
+        what, seconds = f"matrix {' x '.join(map(str, entry['shape']))}", entry["seconds"]
+        for name, own in PEERS.items():
+            if name in seconds:
+                found += better_peer(what, peers.own_name(name), "ms", 1e3, seconds[own], seconds[name])
     for name, own in PEERS.items():
         found += _more_precise(name, own, data["errors"])
     when = f"trained for up to {data['training']['steps']} steps"

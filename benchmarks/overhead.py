@@ -4,20 +4,22 @@ ResNet-34 as in the paper (transition blocks are one strided convolution, the re
 for 32 x 32 images, the paper's network of depthwise blocks, and the small network of Li et al.; in each only the
 convolution class is exchanged. Around the convolutions all have layers that orthogonal networks have: MaxMin, residuals
 with factors, no batch normalisation. Our layers with a kernel extend the map anew for backward, where the others keep
-the extended copy: that is part of what is measured.
+the extended copy. "Conv2d, our padding" has that and nothing else of ours: its steps show what it gains, its
+evaluations, which are those of Conv2d, what is noise.
 
-orthogonium's AOC has 12 steps of Björck by default; with its Cholesky it is faster and, it says, less exact. It and
-adaptive SOC build their kernels in each evaluation; exported, as it advises, AOC would cost what ``nn.Conv2d`` costs.
-Its copies of the originals are as these are: strides emulated by more channels (Cayley with kernels of half the size),
-BCOP with 12 steps of Björck, SOC with zeros around the map, 5 terms in training and 12 in evaluation, Cayley built anew
-in each evaluation. "BCOP, original style" emulates strides too, and iterates until it has converged. Our SOC is exact
-to 1e-6 by nine terms, applied one by one; "SOC, 3 terms" has as many as adaptive SOC, and an error of up to 0.052. SOC
-and orthogonium's BCOP have the next odd kernel size in the place of an even one. "Conv2d, again" is a second network of
-the same layers: what it differs by from the first is noise.
+orthogonium's AOC has 12 steps of Björck by default; with its QR it is exact, with its Cholesky a fresh layer of 16
+channels has singular values down to 0.98. It and adaptive SOC build their kernels in each evaluation; exported, as it
+advises, AOC would cost what ``nn.Conv2d`` costs. Its copies of the originals are as these are: strides emulated by more
+channels (Cayley with kernels of half the size), BCOP with 12 steps of Björck, SOC with zeros around the map, 5 terms in
+training and 12 in evaluation, Cayley built anew in each evaluation. "BCOP, original style" emulates strides too, and
+iterates until it has converged. Our SOC is exact to 1e-6 by nine terms, applied one by one; "SOC, 3 terms" has as many
+as adaptive SOC, and an error of up to 0.052. SOC and orthogonium's BCOP have the next odd kernel size in the place of
+an even one.
 
-Times are medians, all variants in turns, slow ones in fewer; a ratio is the median of those within each turn, so not
-quite that of the medians. Memory is the peak of a fresh process for each variant, interpreter included, in three steps
-or as many as it has begun after half a minute; in evaluation our layers keep the free tensors besides the kernels.
+Times are medians, all variants in turns, slow ones in fewer; those that the targets are about go on alone for more
+turns. A ratio is the median of those within each turn, so not quite that of the medians. Memory is the peak of a fresh
+process for each variant, interpreter included, in three steps or as many as it has begun after half a minute; two
+processes of the same variant may differ by a tenth. In evaluation our layers keep the free tensors besides the kernels.
 "saved" is what autograd keeps for backward. Steps are those of SGD without momentum, which has no state of its own; the
 look of our layers at their free tensors, every 64 steps, is not among them.
 """
@@ -26,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -35,16 +36,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import peers
-from benchmarks.measure import ChildError, Samples, aten_calls, flops, in_child, interleaved, ratio, ratios
+from benchmarks import peers, targets
+from benchmarks.measure import Call, ChildError, Samples, aten_calls, flops, in_child, interleaved
 from benchmarks.memory import PASSES
-from benchmarks.networks import CONTROL, NETWORKS, REFERENCE, VARIANTS, build
+from benchmarks.networks import NETWORKS, PADDED, REFERENCE, VARIANTS, Case, build
 from benchmarks.options import amount, count
 from benchmarks.report import (
     Part,
     Plot,
     Table,
-    better_peers,
+    better_peer,
     failures,
     megabytes,
     milliseconds,
@@ -56,24 +57,14 @@ from benchmarks.steps import evaluation, images, train_step
 from trysquare.progress import track
 
 
-class Case(NamedTuple):
-    """A network on images of a size, in batches."""
-
-    network: str
-    size: int
-    batch: int
-
-    def __str__(self) -> str:
-        return f"{self.network}, {self.size} x {self.size}, batch {self.batch}"
-
-
 class Limits(NamedTuple):
     """How often to measure, and what a variant may take at most.
 
     Attributes:
         rounds: samples of each time.
         processes: samples of each peak of memory.
-        patience: seconds of steps after which a variant is sampled no more, and of evaluations; once in any case.
+        patience: seconds of steps after which a variant is sampled no more, half of it for evaluations; once in any
+            case.
         seconds: time of a process.
         gigabytes: memory of a process.
     """
@@ -92,19 +83,12 @@ FULL = (
     Case("depthwise", 32, 32),
     Case("bcop-small", 32, 128),
 )
-# Whose operations in an evaluation are counted.
-COUNTED = (REFERENCE, "AOC")
+# What the targets compare.
+TARGETED = (REFERENCE, PADDED, "AOC")
 QUICK = (Case("resnet18", 32, 8),)
 QUICK_VARIANTS = (REFERENCE, "AOC", "AOC parsimonious", "orthogonium AOC")
 # Seconds of a step from which on a variant is not tried with a larger batch.
 SLOW_STEP = 30.0
-# Targets for AOC: its share of the time that orthogonium adds to the same network, and ratios to Conv2d, that of
-# training for ResNet-34 by batch.
-SHARE_OF_PEER = 1 / 6
-TRAIN_RATIO = {8: 1.6, 32: 1.2}
-EVAL_RATIO = 1.02
-MEMORY_RATIO = 1.05
-PEER = "orthogonium "
 MEASURED = {
     "train": ("training step", "s", 1.0),
     "eval": ("evaluation", "s", 1.0),
@@ -121,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="; ".join(VARIANTS))
     parser.add_argument("--rounds", type=count, help="samples of each time; 5 (--quick: 2)")
     parser.add_argument("--patience", type=amount, help="seconds after which a variant is sampled no more; 50")
-    parser.add_argument("--processes", type=count, help="samples of each peak of memory; 2 (--quick: 1)")
+    parser.add_argument("--processes", type=count, help="samples of each peak of memory; 3 (--quick: 1)")
     parser.add_argument("--memory", type=amount, help="gigabytes that a network may take; 70 %% of the machine's")
     parser.add_argument("--limit", type=amount, help="seconds for a process of up to three steps; 300 (--quick: 100)")
 
@@ -132,34 +116,42 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: if that is nothing.
     """
-    quick = arguments.quick
-    cases = [case for case in (QUICK if quick else FULL) if case.network in (arguments.networks or NETWORKS)]
-    if arguments.batches:
-        if "resnet34" not in (arguments.networks or NETWORKS):
-            raise ValueError(f"--batches are those of resnet34, which is not one of {', '.join(arguments.networks)}")
-        cases = [case for case in cases if case.network != "resnet34"]
-        cases = [*(Case("resnet34", 224, batch) for batch in arguments.batches), *cases]
-    if not cases:
-        raise ValueError(
-            f"--quick has only {', '.join(map(str, QUICK))}; leave it out for {', '.join(arguments.networks)}"
-        )
-    chosen = arguments.variants or (QUICK_VARIANTS if quick else list(VARIANTS))
-    chosen = [REFERENCE, *(name for name in chosen if name != REFERENCE)]
-    if not peers.installed():
-        if arguments.variants and any(VARIANTS[name].library == "orthogonium" for name in arguments.variants):
-            raise ValueError(f"--variants has layers of orthogonium: {'; '.join(peers.missing())}")
-        chosen = [name for name in chosen if VARIANTS[name].library != "orthogonium"]
-    limits = Limits(
-        arguments.rounds or (2 if quick else 5),
-        arguments.processes or (1 if quick else 2),
-        arguments.patience or 50.0,
-        arguments.limit or (100.0 if quick else 300.0),
-        arguments.memory or usable_gigabytes(),
-    )
+    cases, chosen, limits = _chosen_cases(arguments), _chosen_variants(arguments), _limits(arguments)
     return {
         network: partial(_measure_network, [case for case in cases if case.network == network], chosen, limits)
         for network in dict.fromkeys(case.network for case in cases)
     }
+
+
+def _chosen_cases(arguments: argparse.Namespace) -> list[Case]:
+    networks = arguments.networks or NETWORKS
+    cases = [case for case in (QUICK if arguments.quick else FULL) if case.network in networks]
+    if arguments.batches:
+        if "resnet34" not in networks:
+            raise ValueError(f"--batches are those of resnet34, which is not one of {', '.join(networks)}")
+        cases = [case for case in cases if case.network != "resnet34"]
+        cases = [*(Case("resnet34", 224, batch) for batch in arguments.batches), *cases]
+    if not cases:
+        raise ValueError(f"--quick has only {', '.join(map(str, QUICK))}; leave it out for {', '.join(networks)}")
+    return cases
+
+
+def _chosen_variants(arguments: argparse.Namespace) -> list[str]:
+    """The reference, then what was asked for."""
+    asked = arguments.variants or (QUICK_VARIANTS if arguments.quick else VARIANTS)
+    others = [name for name in asked if name != REFERENCE]
+    return [REFERENCE, *peers.that_run(others, "--variants", arguments.variants)]
+
+
+def _limits(arguments: argparse.Namespace) -> Limits:
+    quick = arguments.quick
+    return Limits(
+        arguments.rounds or (2 if quick else 5),
+        arguments.processes or (1 if quick else 3),
+        arguments.patience or 50.0,
+        arguments.limit or (100.0 if quick else 300.0),
+        arguments.memory or usable_gigabytes(),
+    )
 
 
 def _measure_network(cases: list[Case], chosen: list[str], limits: Limits) -> list[dict[str, Any]]:
@@ -189,20 +181,30 @@ def _measure_case(case: Case, chosen: list[str], limits: Limits, failed: dict[st
     models = {name: build(case.network, case.size, name) for name in works}
     x, labels = images(case.batch, case.size)
     calls = {name: train_step(models[name], x, labels) for name in works}
-    trained = interleaved(calls, limits.rounds, patience=limits.patience, label=str(case))
+    trained = _timed(calls, (limits.rounds, limits.rounds), limits.patience, str(case))
     for model in models.values():
         model.zero_grad()
     calls = {name: evaluation(models[name], x) for name in works if "memory_eval" in rows[name]}
-    evaluated = interleaved(calls, 8 * limits.rounds + 1, patience=limits.patience, label=str(case))
-    for name in COUNTED:
-        if name in calls:
-            rows[name]["operations"] = {"calls": aten_calls(calls[name]), "flops": flops(calls[name])}
+    evaluated = _timed(calls, (2 * limits.rounds, 6 * limits.rounds), limits.patience / 2, str(case))
+    for name in calls.keys() & TARGETED:
+        rows[name]["operations"] = {"calls": aten_calls(calls[name]), "flops": flops(calls[name])}
     del models, calls
     gc.collect()
     for mode, samples in (("train", trained), ("eval", evaluated)):
         for name, seconds in samples.items():
             rows[name][mode] = seconds
     return rows
+
+
+def _timed(calls: dict[str, Call], rounds: tuple[int, int], patience: float, label: str) -> Samples:
+    """Seconds in turns of all, as far as patience goes, then in turns of those that the targets are about."""
+    together, alone = rounds
+    found = interleaved(calls, together, patience=patience, label=label)
+    few = {name: calls[name] for name in TARGETED if name in calls}
+    if len(few) > 1 and min(len(found[name]) for name in few) == together:  # or turns would not be those of the others
+        for name, seconds in interleaved(few, alone, label=f"{label}, closer").items():
+            found[name] += seconds
+    return found
 
 
 def _memory(case: Case, chosen: list[str], limits: Limits, failed: dict[str, str]) -> dict[str, dict[str, Any]]:
@@ -213,7 +215,7 @@ def _memory(case: Case, chosen: list[str], limits: Limits, failed: dict[str, str
     tries = [name for _ in range(limits.processes) for name in chosen]
     spent = dict.fromkeys(chosen, 0.0)
     for name in track(tries, f"memory, {case}", len(tries)):
-        if "error" not in rows[name] and spent[name] < limits.patience:
+        if "error" not in rows[name] and (spent[name] < limits.patience or name in TARGETED):
             start = time.perf_counter()
             _add_samples(rows[name], case, name, limits)
             spent[name] += time.perf_counter() - start
@@ -272,7 +274,7 @@ def describe(data: dict[str, Any]) -> list[Part]:
         parts += _fewer_passes(rows)
         parts += _operations(rows)
         parts += [_plot(case, samples)] if REFERENCE in samples and len(samples) > 1 else []
-    return [*parts, *_targets(data)]
+    return [*parts, *targets.table((case, _samples(rows)) for case, rows in _cases(data))]
 
 
 def _not_evaluated(rows: dict[str, Any]) -> dict[str, Any]:
@@ -289,7 +291,7 @@ def _fewer_passes(rows: dict[str, Any]) -> list[Part]:
 
 def _operations(rows: dict[str, Any]) -> list[Part]:
     """What an evaluation with AOC consists of, next to one with the reference: that is no matter of noise."""
-    counted = {name: rows[name]["operations"] for name in COUNTED if "operations" in rows.get(name, {})}
+    counted = {name: rows[name]["operations"] for name in TARGETED if "operations" in rows.get(name, {})}
     said = [f"{count['calls']} with {name} ({count['flops'] / 1e9:.3f} GFLOPs)" for name, count in counted.items()]
     return [f"Operations of torch in an evaluation: {', '.join(said)}."] if said else []
 
@@ -308,69 +310,28 @@ def _plot(case: Case, samples: dict[str, Samples]) -> Plot:
     return ratio_plot(f"overhead-{case.network}-{case.batch}", str(case), samples, REFERENCE, kinds)
 
 
-def _targets(data: dict[str, Any]) -> list[Part]:
-    rows = [row for case, raw in _cases(data) for row in _targets_of(case, _samples(raw))]
-    if not rows:
-        return []
-    columns = ["target", "at most", "measured", "turns", "least and most in a turn", "met", CONTROL]
-    return [Table(columns, rows, "Targets for AOC")]
-
-
-def _targets_of(case: Case, samples: dict[str, Samples]) -> list[list[str]]:
-    if "AOC" not in samples or REFERENCE not in samples:
-        return []
-    base, aoc, peer = samples[REFERENCE], samples["AOC"], samples.get("orthogonium AOC")
-    control = samples.get(CONTROL, {})
-    rows = []
-    if peer is not None:
-        shares = _shares(aoc["train"], base["train"], peer["train"])
-        rows.append(_verdict(f"{case}: share of orthogonium's added time", SHARE_OF_PEER, *shares))
-    most = {"eval": EVAL_RATIO, "memory": MEMORY_RATIO}
-    if case.network == "resnet34" and case.batch in TRAIN_RATIO:
-        most = {"train": TRAIN_RATIO[case.batch], **most}
-    for key, limit in most.items():
-        if key in aoc and key in base:
-            turns = ratios(aoc[key], base[key])
-            noise = f"{ratio(control[key], base[key]):.3f}" if key in control else ""
-            rows.append(_verdict(f"{case}: {MEASURED[key][0]}", limit, median(turns), turns, noise))
-    return rows
-
-
-def _shares(ours: list[float], plain: list[float], theirs: list[float]) -> tuple[float, list[float]]:
-    """Part of the time that the peer adds which ours adds, by the medians of what they add in a turn, and in each."""
-    turns = list(zip(ours, plain, theirs, strict=False))
-    added, more = [a - base for a, base, _ in turns], [b - base for _, base, b in turns]
-    return _share(median(added), median(more)), [_share(a, b) for a, b in zip(added, more, strict=True)]
-
-
-def _share(added: float, more: float) -> float:
-    return added / more if more > 0 else math.inf
-
-
-def _verdict(name: str, most: float, measured: float, turns: list[float], noise: str = "") -> list[str]:
-    spread = f"{min(turns):.3f} to {max(turns):.3f}"
-    met = "yes" if measured <= most else "**no**"
-    return [name, f"{most:.3f}", f"{measured:.3f}", str(len(turns)), spread, met, noise]
-
-
 def peer_wins(data: dict[str, Any]) -> list[str]:
     """Where a layer of orthogonium is faster or smaller than ours of the same method, or the only one that ran."""
     found = []
     for case, raw in _cases(data):
         samples = _samples(raw)
         ours = {VARIANTS[name].method: name for name in raw if VARIANTS[name].library == "trysquare"}
-        theirs = {name: ours.get(VARIANTS[name].method, "") for name in samples if name.startswith(PEER)}
-        for key, (what, unit, scale) in MEASURED.items():
-            taken = {name: row[key] for name, row in samples.items() if key in row}
-            values = {name.removeprefix(PEER): taken[name] for name in theirs if name in taken}
-            mine = {name.removeprefix(PEER): taken[own] for name, own in theirs.items() if own in taken}
-            found += better_peers(f"{case}, {what}", unit, scale, mine, values)
+        pairs = [(name, ours[VARIANTS[name].method]) for name in samples if _has_rival(name, ours)]
+        for kind, (what, unit, scale) in MEASURED.items():
+            for peer, own in pairs:
+                if kind in samples[peer] and kind in samples.get(own, {}):
+                    pair = samples[own][kind], samples[peer][kind]
+                    found += better_peer(f"{case}, {what}", peers.own_name(peer), unit, scale, *pair)
         found += [
-            f"{case}: {name.removeprefix(PEER)} of orthogonium runs, ours: {_failure(raw[own])}."
-            for name, own in theirs.items()
-            if own in raw and _failure(raw[own]) and not _failure(raw[name])
+            f"{case}: {peers.own_name(peer)} of orthogonium runs, ours: {_failure(raw[own])}."
+            for peer, own in pairs
+            if _failure(raw[own]) and not _failure(raw[peer])
         ]
     return found
+
+
+def _has_rival(name: str, ours: dict[str, str]) -> bool:
+    return peers.is_peer(name) and VARIANTS[name].method in ours
 
 
 def _failure(row: dict[str, Any]) -> str:

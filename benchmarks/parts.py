@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-
-RESUME = "--resume"
+from benchmarks.results import RESUME
 
 
 class Parts:
@@ -29,7 +28,7 @@ class Parts:
         self.path = path.with_name(f"{path.name}.parts")
         self.finished: dict[str, Any] = {}
         self.seconds = 0.0
-        self._about = {**about, "line": about["line"].replace(f" {RESUME}", "")}
+        self._about = {**about, "line": results.begun(about["line"])}
 
     def read(self, resume: bool) -> None:
         """Take over what an interrupted run has left.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -27,6 +27,29 @@ def missing() -> list[str]:
 def installed() -> bool:
     """Whether the peer is there."""
     return not _problem("orthogonium")
+
+
+def is_peer(name: str) -> bool:
+    """Whether a contestant is of orthogonium."""
+    return name.startswith("orthogonium")
+
+
+def own_name(name: str) -> str:
+    """What orthogonium calls one of its contestants."""
+    return name.removeprefix("orthogonium ")
+
+
+def that_run(names: Iterable[str], option: str = "", asked: Iterable[str] | None = None) -> list[str]:
+    """The contestants without those of a peer that is not installed.
+
+    Raises:
+        ValueError: if one of these was asked for, by that option.
+    """
+    if installed():
+        return list(names)
+    if any(map(is_peer, asked or ())):
+        raise ValueError(f"{option} has layers of orthogonium: {'; '.join(missing())}")
+    return [name for name in names if not is_peer(name)]
 
 
 @cache

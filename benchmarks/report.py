@@ -12,7 +12,7 @@ from benchmarks.measure import Samples, ratio, ratios
 
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
-# Less than this is within what two runs of the same program differ by.
+# Less than this is noise, whatever the number of samples.
 NOISE = 1.02
 # A network is ahead of another one by more than this share of the test images.
 AHEAD = 0.005
@@ -160,22 +160,24 @@ def ratio_plot(name: str, title: str, samples: Mapping[str, Samples], reference:
     return Plot(name, title, series, "", f"times {reference}", ticks=names, log="y", reference=1)
 
 
-def better_peers(what: str, unit: str, scale: float, ours: Samples, theirs: Samples) -> list[str]:
-    """A sentence for each peer whose samples are below ours of the same name (less is better), by more than noise.
+def better_peer(
+    what: str, name: str, unit: str, scale: float, ours: Sequence[float], theirs: Sequence[float]
+) -> list[str]:
+    """A sentence if a peer's samples are below ours (less is better) by more than noise, none otherwise.
 
     Args:
         what: is measured.
+        name: of what both have.
         unit: in which it is said.
         scale: of the samples to that unit.
-        ours: samples by name.
+        ours: samples.
         theirs: taken in the same turns.
     """
-    return [
-        f"{what}: {name} of orthogonium takes {_short(scale * median(theirs[name]))} {unit}, ours "
-        f"{_short(scale * median(samples))} {unit} ({times(ratio(samples, theirs[name]))})."
-        for name, samples in ours.items()
-        if name in theirs and beyond_noise(samples, theirs[name])
-    ]
+    turns = ratios(ours, theirs)
+    if not _beyond_noise(turns):
+        return []
+    taken = f"{name} of orthogonium takes {_short(scale * median(theirs))} {unit}, ours {_short(scale * median(ours))}"
+    return [f"{what}: {taken} {unit} ({times(median(turns))}, {len(turns)} turn{'s' if len(turns) > 1 else ''})."]
 
 
 def _short(number: float) -> str:
@@ -183,10 +185,10 @@ def _short(number: float) -> str:
     return f"{number:.3g}" if number < 1000 else f"{number:.0f}"
 
 
-def beyond_noise(samples: Sequence[float], fewer: Sequence[float]) -> bool:
-    """Whether samples are above others by more than noise, and are above them in three turns out of four."""
-    turns = sorted(ratios(samples, fewer))
-    return median(turns) > NOISE and turns[len(turns) // 4] > 1
+def _beyond_noise(turns: Sequence[float]) -> bool:
+    """Whether ratios are above 1 by more than noise, and above 1 in three turns out of four."""
+    ordered = sorted(turns)
+    return median(ordered) > NOISE and ordered[len(ordered) // 4] > 1
 
 
 def better_trained(when: str, rows: Mapping[str, Any], pairs: Mapping[str, str]) -> list[str]:
@@ -217,14 +219,18 @@ def failures(rows: Mapping[str, Any]) -> list[str]:
     return ["\n".join(["Not in the table:", "", *lines])] if lines else []
 
 
-def accuracy_table(kind: str, title: str, rows: Mapping[str, Any]) -> Table:
-    """Trained networks and their certificates, but for those that failed."""
-    columns = [kind, "parameters", "steps", *_SHARES, "Lipschitz"]
+def accuracy_table(
+    kind: str, title: str, rows: Mapping[str, Any], more: Mapping[str, Callable[[Any], str]] | None = None
+) -> Table:
+    """Trained networks and their certificates, but for those that failed, with ``more`` columns if asked for."""
+    more = more or {}
+    columns = [kind, "parameters", "steps", *more, *_SHARES, "Lipschitz"]
     cells = [
         [
             name,
             f"{row['parameters'] / 1e6:.2f} M",
             str(row["steps"]),
+            *(show(row) for show in more.values()),
             *(f"{share:.1%}" for share in (row["accuracy"], *row["certified"])),
             f"{row['lipschitz']:.4f}",
         ]

@@ -21,6 +21,7 @@ from trysquare.files import check_writable, write_whole
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks" / "results"
 FIELDS = ("command", "line", "date", "quick", "threads", "machine", "versions", "missing", "data")
+RESUME = "--resume"
 PACKAGES = ("torch", "numpy", "orthogonium", "einops", "matplotlib")
 
 
@@ -82,6 +83,11 @@ def code() -> str:
     return digest.hexdigest()[:12]
 
 
+def begun(line: str) -> str:
+    """The command line of a run, whether it was interrupted or not."""
+    return line.replace(f" {RESUME}", "")
+
+
 def record(about: dict[str, Any], seconds: float, data: Any) -> dict[str, Any]:
     """Everything that belongs to a result, which is ready now, after so many seconds."""
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -134,7 +140,21 @@ def refuse_other(path: Path, command: str) -> None:
     except (ValueError, TypeError, LookupError):
         other = None
     if other != command:
-        raise ValueError(f"{path} is {f'a result of {other}' if other else 'no result'}: it is not replaced")
+        raise ValueError(f"{path} is {f'a result of {other}' if other else 'no result'}: move it, or give --out")
+
+
+def set_aside(path: Path, about: dict[str, Any]) -> Path | None:
+    """Keep a result of another command line, or with peers, beside the place that it has to leave: it may be of hours.
+
+    Returns:
+        Where it is, if there is one.
+    """
+    if not path.is_file() or not path.stat().st_size:
+        return None
+    old = json.loads(path.read_text())
+    if begun(old.get("line", "")) == begun(about["line"]) and old.get("missing") == about["missing"]:
+        return None
+    return path.replace(path.with_name(f"{path.name}.before"))
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:

@@ -20,7 +20,7 @@ from benchmarks import peers
 from benchmarks.measure import Samples, fit_power, interleaved, ratio, weight_gradient
 from benchmarks.networks import REFERENCE, build
 from benchmarks.options import count
-from benchmarks.report import NOISE, Part, Plot, Table, better_peers, milliseconds
+from benchmarks.report import NOISE, Part, Plot, Table, better_peer, milliseconds
 from benchmarks.steps import images, train_step
 
 KINDS = ("channels", "kernel size", "groups", "depth")
@@ -97,7 +97,7 @@ def _kernel(kind: str, value: int, rounds: int) -> dict[str, Any]:
 
 
 def _step(batch: int, size: int, rounds: int) -> dict[str, Any]:
-    names = [REFERENCE, *(name for name in TRAINED if peers.installed() or "orthogonium" not in name)]
+    names = peers.that_run((REFERENCE, *TRAINED))
     x, labels = images(batch, size)
     label = f"steps of {batch} x {size} x {size}"
     calls = {name: train_step(build("resnet18", size, name), x, labels) for name in names}
@@ -159,15 +159,13 @@ def peer_wins(data: dict[str, Any]) -> list[str]:
     found = []
     for kind, entries in data["kernels"].items():
         for entry in entries:
-            what, pair = f"kernel, {kind} {entry['value']}", ("trysquare", "orthogonium")
-            found += better_peers(what, "ms", 1e3, *_as_aoc(entry["seconds"], pair))
+            found += _win(f"kernel, {kind} {entry['value']}", entry["seconds"], "trysquare", "orthogonium")
     for entries in data["overhead"].values():
         for entry in entries:
             what = f"step of ResNet-18, batch {entry['batch']}, images of {entry['image size']}"
-            found += better_peers(what, "s", 1.0, *_as_aoc(entry["seconds"], ("AOC", "orthogonium AOC")))
+            found += _win(what, entry["seconds"], *TRAINED)
     return found
 
 
-def _as_aoc(seconds: Samples, pair: tuple[str, str]) -> list[Samples]:
-    """Samples of ours and, if it took part, of the peer."""
-    return [{"AOC": seconds[name]} if name in seconds else {} for name in pair]
+def _win(what: str, seconds: Samples, ours: str, theirs: str) -> list[str]:
+    return better_peer(what, "AOC", "ms", 1e3, seconds[ours], seconds[theirs]) if theirs in seconds else []

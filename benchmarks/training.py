@@ -36,10 +36,11 @@ class Task:
     folder: str | None
     batch: int
     test_images: int | None = None
-    name: str = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "name", "cifar10" if self.folder else "digits")
+    @property
+    def name(self) -> str:
+        """Of the data set."""
+        return "cifar10" if self.folder else "digits"
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -68,6 +69,10 @@ class Run:
 
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+
+    def steps(self) -> list[float]:
+        """Seconds of each step."""
+        return [end - begin for begin, end in zip([0.0, *self.seconds], self.seconds, strict=False)]
 
     def smoothed(self, window: int = 20) -> tuple[list[float], list[float]]:
         """Steps and means of the loss over windows."""

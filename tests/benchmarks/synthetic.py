@@ -54,6 +54,7 @@ def methods():
     names = ("Conv2d", "aoc", "orthogonium aoc")
     samples = {name: [0.001 * (1 + place)] for place, name in enumerate(names)}
     good = {"parameters": 1000, "steps": 5, "accuracy": 0.5, "certified": [0.4, 0.3, 0.2, 0.1], "lipschitz": 1.0}
+    good |= {"seconds": [1.0, 2.0, 3.0, 4.0, 6.0], "losses": [1.0] * 5}
     better = {**good, "certified": [0.45, 0.3, 0.2, 0.1]}
     rows = {"aoc": good, "orthogonium aoc": better, "lot": {"error": "no data"}}
     seconds = {"build": samples, "step": samples, "eval": samples}

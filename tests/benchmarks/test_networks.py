@@ -6,7 +6,7 @@ from benchmarks.steps import evaluation, images, train_step
 from torch import nn
 
 import trysquare as ts
-from benchmarks import methods, networks, peers
+from benchmarks import methods, networks, overhead, peers, recipe
 
 OURS = [name for name, variant in VARIANTS.items() if variant.library != "orthogonium"]
 
@@ -42,6 +42,15 @@ def test_layers_of_the_peer_have_the_sizes_of_the_reference(variant, channels, s
 def test_linear_layers_are_exchanged_if_asked_for():
     model = exchange(nn.Sequential(nn.Linear(4, 3), ts.OrthoLinear(3, 2)), linear=ts.OrthoLinear)
     assert all(isinstance(layer, ts.OrthoLinear) for layer in model)
+
+
+@pytest.mark.parametrize(("size", "stride"), [(1, 1), (3, 1), (3, 2), (4, 2)])
+def test_our_padding_changes_nothing(size, stride):
+    ours, plain = (VARIANTS[name].make(4, 4, size, stride, 2) for name in (networks.PADDED, "Conv2d"))
+    ours.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 4, 8, 8)
+    torch.testing.assert_close(ours(x), plain(x))
+    assert plain.padding_mode == ("zeros" if size == 1 else "circular")
 
 
 def test_the_reference_is_the_paper_network():
@@ -95,6 +104,10 @@ def test_without_peers_the_benchmarks_say_what_is_missing(no_peers):
     assert all("pip install" in line for line in peers.missing())
     with pytest.raises(ValueError, match="--only has layers of orthogonium"):
         methods.plan(parser().parse_args(["methods", "--only", "orthogonium aoc"]))
+    with pytest.raises(ValueError, match="--only has layers of orthogonium"):
+        recipe.plan(parser().parse_args(["recipe", "--only", "orthogonium, QR"]))
+    with pytest.raises(ValueError, match="--variants has layers of orthogonium"):
+        overhead.plan(parser().parse_args(["overhead", "--variants", "orthogonium AOC"]))
 
 
 def test_a_peer_that_breaks_at_its_import_is_as_good_as_missing(no_peers):

@@ -42,11 +42,18 @@ def test_what_takes_very_long_is_not_tried_with_a_larger_batch(tried, monkeypatc
     assert found[1]["rows"] == {"Conv2d": {"error": "a step with batch 2 takes 0 s"}}
 
 
-def test_a_slow_variant_has_one_process(tried):
-    overhead._memory(Case("resnet34", 4, 2), ["Conv2d"], LIMITS._replace(patience=1e-9), {})
-    assert tried == [(2, "Conv2d")] * 2  # train and eval
-    overhead._memory(Case("resnet34", 4, 2), ["Conv2d"], LIMITS, {})
-    assert len(tried) == 2 + 4
+def test_a_slow_variant_has_one_process_unless_targets_are_about_it(tried):
+    for variant, processes in (("orthogonium AOC", 1), ("AOC", LIMITS.processes)):
+        overhead._memory(Case("resnet34", 4, 2), [variant], LIMITS._replace(patience=1e-9), {})
+        assert tried.count((2, variant)) == 2 * processes  # train and eval
+    overhead._memory(Case("resnet34", 4, 4), ["orthogonium AOC"], LIMITS, {})
+    assert tried.count((4, "orthogonium AOC")) == 2 * LIMITS.processes
+
+
+def test_what_the_targets_are_about_has_more_turns():
+    calls = dict.fromkeys(("Conv2d", "AOC", "SOC"), lambda: None)
+    samples = overhead._timed(calls, (2, 3), 1.0, "some case")
+    assert {name: len(taken) for name, taken in samples.items()} == {"Conv2d": 5, "AOC": 5, "SOC": 2}
 
 
 def test_what_can_only_be_trained_has_a_row(monkeypatch, tried):

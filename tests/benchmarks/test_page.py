@@ -5,7 +5,7 @@ import sys
 import pytest
 from benchmarks.__main__ import main
 from benchmarks.commands import TITLES, command
-from benchmarks.report import Plot, Table, better_peers, to_text
+from benchmarks.report import Plot, Table, better_peer, to_text
 
 from benchmarks import page, results
 from tests.benchmarks.synthetic import DATA, overhead, result
@@ -42,12 +42,12 @@ def test_missing_peers_and_quick_runs_are_said_so():
     ("name", "wins"),
     [
         ("overhead", ["SOC of orthogonium runs, ours: not ready after 1 s"]),
-        ("orthogonalizers", ["matrix 1 x 8 x 8: Björck-Bowie of orthogonium takes 3 ms, ours 4 ms (1.33x)",
+        ("orthogonalizers", ["matrix 1 x 8 x 8: Björck-Bowie of orthogonium takes 3 ms, ours 4 ms (1.33x, 1 turn)",
                              "trained for up to 2 steps, accuracy: orthogonium Björck-Bowie 60.0%, cholesky 50.0%"]),
-        ("scaling", ["kernel, channels 16: AOC of orthogonium takes 100000 ms, ours 256000 ms (2.56x)"]),
+        ("scaling", ["kernel, channels 16: AOC of orthogonium takes 100000 ms, ours 256000 ms (2.56x, 1 turn)"]),
         ("methods", ["trained for the same time, certified at 36/255: orthogonium aoc 45.0%, aoc 40.0%"]),
         ("recipe", ["by the recipe digits, certified at 36/255: orthogonium 45.0%, trysquare 40.0%"]),
-        ("kernels", ["kernel of 2 channels, 3 x 3: AOC of orthogonium takes 1 ms, ours 2 ms (2.00x)"]),
+        ("kernels", ["kernel of 2 channels, 3 x 3: AOC of orthogonium takes 1 ms, ours 2 ms (2.00x, 1 turn)"]),
         ("spectrum", ["norm of conv"]),
     ],
 )  # fmt: skip
@@ -79,7 +79,9 @@ def test_adaptive_soc_of_the_peer_is_compared_with_ours_of_as_many_terms():
     rows = data["resnet34"][0]["rows"]
     rows["SOC, 3 terms"], rows["orthogonium adaptive SOC"] = rows["orthogonium AOC"], rows["AOC"]
     wins = command("overhead").peer_wins(data)
-    assert any("training step: adaptive SOC of orthogonium takes 1.5 s, ours 6 s (4.00x)" in win for win in wins)
+    assert any(
+        "training step: adaptive SOC of orthogonium takes 1.5 s, ours 6 s (4.00x, 3 turns)." in win for win in wins
+    )
     assert any("peak memory of evaluation: adaptive SOC" in win for win in wins)
 
 
@@ -95,10 +97,10 @@ def test_a_slower_evaluation_is_a_win_of_the_peer():
 
 def test_noise_is_no_win():
     def wins(ours, theirs):
-        return better_peers("step", "ms", 1e3, {"AOC": ours}, {"AOC": theirs})
+        return better_peer("step", "AOC", "ms", 1e3, ours, theirs)
 
     assert not wins([1.01], [1.0])
-    assert wins([1.1], [1.0]) == ["step: AOC of orthogonium takes 1000 ms, ours 1100 ms (1.10x)."]
+    assert wins([1.1], [1.0]) == ["step: AOC of orthogonium takes 1000 ms, ours 1100 ms (1.10x, 1 turn)."]
     assert not wins([1.1, 1.1, 1.1, 0.9, 0.9], [1.0] * 5)
     assert wins([1.1, 1.1, 1.1, 1.1, 0.9], [1.0] * 5)
 
@@ -112,10 +114,28 @@ def test_targets_stand_next_to_what_was_measured():
     assert verdicts["peak memory"] == ["1.050", "1.040", "3", "1.027 to 1.050", "yes", ""]
 
 
+def test_kernels_have_a_share_of_their_own():
+    data = overhead()
+    rows = data["resnet34"][0]["rows"]
+    rows["Conv2d, our padding"] = {**rows["Conv2d"], "train": [0.5] * 3}
+    *_, targets = command("overhead").describe(data)
+    assert {row[0].split(": ")[1]: row[2] for row in targets.rows if "share" in row[0]} == {
+        "share of orthogonium's added time": "0.100",
+        "share of orthogonium's added time, kernels alone": "0.200",
+    }
+
+
+def test_a_machine_that_became_slower_is_seen():
+    table = next(
+        part for part in command("methods").describe(DATA["methods"]()) if "method" in getattr(part, "columns", ())
+    )
+    assert table.rows[0][3] == "1000 to 2000"
+
+
 def test_noise_and_operations_stand_next_to_the_verdict():
     data = overhead()
     rows = data["resnet34"][0]["rows"]
-    rows["Conv2d, again"] = {**rows["Conv2d"], "eval": [1.0, 1.01, 1.03]}
+    rows["Conv2d, our padding"] = {**rows["Conv2d"], "eval": [1.0, 1.01, 1.03]}
     for name, calls in (("Conv2d", 7), ("AOC", 8)):
         rows[name]["operations"] = {"calls": calls, "flops": 2_000_000}
     *parts, targets = command("overhead").describe(data)
@@ -200,6 +220,15 @@ def test_results_of_another_version_are_named(tmp_path, capsys):
         "of another version of the benchmark (KeyError: 'groups'): run python -m benchmarks kernels"
         in capsys.readouterr().err
     )
+
+
+def test_a_result_without_samples_is_named(tmp_path, capsys):
+    data = DATA["scaling"]()
+    data["kernels"]["channels"][0]["seconds"]["trysquare"] = []
+    results.write(result("scaling", data), tmp_path / "scaling.json")
+    with pytest.raises(SystemExit):
+        main(["page", "--results", str(tmp_path), "--page", str(tmp_path / "page.md")])
+    assert "the result of scaling is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("header", [{"machine": None}, {"machine": {}}, {"versions": []}, {"missing": None}])

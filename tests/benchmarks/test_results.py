@@ -50,11 +50,23 @@ def test_nothing_but_a_result_of_the_same_command_is_replaced(tmp_path):
     results.refuse_other(path, "counts")
     results.write({"command": "counts"}, path)
     results.refuse_other(path, "counts")
-    with pytest.raises(ValueError, match=r"x\.json is a result of counts: it is not replaced"):
+    with pytest.raises(ValueError, match=r"x\.json is a result of counts: move it, or give --out"):
         results.refuse_other(path, "kernels")
     path.write_text("my diary")
     with pytest.raises(ValueError, match=r"x\.json is no result"):
         results.refuse_other(path, "counts")
+
+
+@pytest.mark.parametrize(("line", "missing"), [("a --budget 5", []), ("a", ["orthogonium is not installed"])])
+def test_a_result_of_another_kind_of_run_is_kept(tmp_path, line, missing):
+    path = tmp_path / "x.json"
+    old = {"line": "a --resume", "missing": []}
+    results.write(old, path)
+    assert results.set_aside(path, {"line": "a", "missing": []}) is None
+    kept = results.set_aside(path, {"line": line, "missing": missing})
+    assert json.loads(kept.read_text()) == old
+    assert not path.exists()
+    assert results.set_aside(path, {"line": line, "missing": missing}) is None
 
 
 def test_two_results_of_one_command_are_refused(tmp_path):
