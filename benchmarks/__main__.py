@@ -16,7 +16,7 @@ from benchmarks.commands import TITLES, command, peer_wins
 from benchmarks.options import threads
 from benchmarks.parts import Parts
 from benchmarks.report import to_text
-from benchmarks.results import RESUME
+from benchmarks.results import AGAIN, RESUME
 
 # Options that leave something out.
 SELECTIONS = ("networks", "batches", "variants", "only")
@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
             sub.add_argument("--threads", type=threads, help="threads of torch; as many as it takes by itself")
             sub.add_argument("--out", type=Path, help="file to write; benchmarks/results/[quick/]COMMAND.json")
             sub.add_argument(RESUME, action="store_true", help="go on with a run that was interrupted")
+            sub.add_argument(AGAIN, action="append", metavar="PART", help="measure only this part of a result again")
         if hasattr(module, "add_arguments"):
             module.add_arguments(sub)
     return top
@@ -62,13 +63,28 @@ def _benchmark(parse: argparse.ArgumentParser, arguments: argparse.Namespace, li
         parts.read(arguments.resume)
         torch.manual_seed(0)
         plan = command(arguments.command).plan(arguments)
+        old = _to_renew(path, parts, plan) if arguments.again else None
     data = _measured(plan, parts)
     if kept := results.set_aside(path, about):
         print(f"the result that was there, of another command line, is kept in {kept}", file=sys.stderr)
-    results.write(results.record(about, parts.seconds, data), path)
+    written = results.renewed(old, about, parts.seconds, data) if old else results.record(about, parts.seconds, data)
+    results.write(written, path)
     print(to_text([*command(arguments.command).describe(data), *peer_wins(arguments.command, data)]))
     parts.forget()
     return path
+
+
+def _to_renew(path: Path, parts: Parts, plan: Any) -> dict[str, Any]:
+    """The result of which only some parts are measured again, the others kept in ``parts``.
+
+    Raises:
+        ValueError: if there is none, or it is another one.
+    """
+    if not path.exists():
+        raise ValueError(f"there is no result in {path} to measure a part of again")
+    old = results.read_one(path)
+    parts.keep(plan, old)
+    return old
 
 
 @contextmanager
@@ -103,7 +119,7 @@ def _about(arguments: argparse.Namespace, line: list[str]) -> dict[str, Any]:
     lost = peers.missing()
     for sentence in lost:
         print(sentence, file=sys.stderr)
-    return results.about(arguments.command, line, arguments.quick, lost)
+    return results.about(arguments.command, line, arguments.quick, lost, arguments.again or ())
 
 
 def _measured(plan: Any, parts: Parts) -> Any:

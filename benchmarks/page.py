@@ -123,7 +123,13 @@ def _origin(result: dict[str, Any]) -> list[str]:
         f"`{result['line']}` on {result['date']}: {machine['cpu']}, {machine['cores']} cores, "
         f"{machine['memory_gb']} GB, {result['threads']} threads; {with_what}.{took}{kind}",
         *(f"\nMissing: {lost}." for lost in result["missing"]),
+        *(_again(entry) for entry in result.get("again", [])),
     ]
+
+
+def _again(entry: dict[str, Any]) -> str:
+    took = f"{entry['seconds'] / 60:.1f} minutes"
+    return f"\nMeasured again on {entry['date']}, sources {entry['code']}, in {took}: {', '.join(entry['parts'])}."
 
 
 def _markdown(part: Part) -> str:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import results
 from benchmarks.results import RESUME
+
+_BETWEEN = " / "
 
 
 class Parts:
@@ -41,12 +43,7 @@ class Parts:
         if not resume:
             raise ValueError(f"{self.path} holds parts of an interrupted run: go on with {RESUME}, or delete it")
         left = self._left()
-        for name, value in self._about.items():
-            if left["about"].get(name) != value:
-                raise ValueError(
-                    f"{self.path} is of a run with another {name}, {left['about'].get(name)!r} instead of {value!r}: "
-                    "go on as that began, or delete it"
-                )
+        self._refuse_other(str(self.path), left["about"], but=())
         self.finished, self.seconds = left["finished"], left["seconds"]
 
     def _left(self) -> dict[str, Any]:
@@ -59,6 +56,33 @@ class Parts:
             }
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{self.path} does not hold parts of a run ({error}): delete it") from error
+
+    def keep(self, plan: Any, old: dict[str, Any]) -> None:
+        """Take over all parts of an old result but those that are to be measured again.
+
+        Raises:
+            ValueError: if these are not parts of the plan, or the old result is of another command, machine or version;
+                it says how.
+        """
+        self._refuse_other("the result to renew", old)
+        try:
+            values = dict(_values(plan, old["data"], ()))
+        except (LookupError, TypeError) as error:
+            raise ValueError(f"the result to renew is not of this plan ({error}): measure all of it") from error
+        again, names = self._about["again"], {place: place.split(_BETWEEN) for place in values}
+        for name in again:
+            if not any(name in parts for parts in names.values()):
+                raise ValueError(f"{results.AGAIN} {name}: the parts are {', '.join(values)}")
+        kept = {place: value for place, value in values.items() if not set(again) & set(names[place])}
+        self.finished = {**kept, **self.finished}
+
+    def _refuse_other(self, what: str, about: dict[str, Any], but: Sequence[str] = ("code", "again")) -> None:
+        for name, value in self._about.items():
+            if name not in but and about.get(name) != value:
+                raise ValueError(
+                    f"{what} is of a run with another {name}, {about.get(name)!r} instead of {value!r}: "
+                    "go on as that began, or delete it"
+                )
 
     def carry_out(self, plan: Any) -> Any:
         """Measure what is not finished, one part after the other, and return the result."""
@@ -92,6 +116,14 @@ def _calls(plan: Any, place: tuple[Any, ...]) -> Iterator[tuple[str, Callable[[]
         yield from _calls(part, (*place, name))
 
 
+def _values(plan: Any, data: Any, place: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    """What a result has in the place of each call of its plan."""
+    if callable(plan):
+        yield _name(place), data
+    for name, part in _children(plan):
+        yield from _values(part, data[name], (*place, name))
+
+
 def _filled(plan: Any, place: tuple[Any, ...], finished: dict[str, Any]) -> Any:
     """The plan with results in the place of calls."""
     if callable(plan):
@@ -101,4 +133,4 @@ def _filled(plan: Any, place: tuple[Any, ...], finished: dict[str, Any]) -> Any:
 
 
 def _name(place: tuple[Any, ...]) -> str:
-    return " / ".join(map(str, place)) or "all"
+    return _BETWEEN.join(map(str, place)) or "all"

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shlex
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks" / "results"
 FIELDS = ("command", "line", "date", "quick", "threads", "machine", "versions", "missing", "data")
 RESUME = "--resume"
+AGAIN = "--again"
 PACKAGES = ("torch", "numpy", "orthogonium", "einops", "matplotlib")
 
 
@@ -61,7 +63,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def about(command: str, line: list[str], quick: bool, missing: list[str]) -> dict[str, Any]:
+def about(command: str, line: list[str], quick: bool, missing: list[str], again: Sequence[str] = ()) -> dict[str, Any]:
     """What a result has to say of where it comes from."""
     return {
         "command": command,
@@ -72,6 +74,7 @@ def about(command: str, line: list[str], quick: bool, missing: list[str]) -> dic
         "versions": versions(),
         "code": code(),
         "missing": missing,
+        "again": list(again),
     }
 
 
@@ -94,11 +97,19 @@ def record(about: dict[str, Any], seconds: float, data: Any) -> dict[str, Any]:
     return {**about, "date": date, "seconds": round(seconds, 1), "data": data}
 
 
+def renewed(old: dict[str, Any], about: dict[str, Any], seconds: float, data: Any) -> dict[str, Any]:
+    """An old result of which some parts were measured again."""
+    now = record(about, seconds, data)
+    again = {"parts": about["again"], **{name: now[name] for name in ("date", "code", "seconds")}}
+    return {**old, "data": data, "again": [*old.get("again", []), again]}
+
+
 def _anywhere(line: list[str]) -> list[str]:
-    """The arguments as one would type them on another machine: without the places of files on this one."""
+    """The arguments as one would type them for the whole, on another machine: without places of files on this one."""
     places = {"--data": "DIR", "--out": "FILE"}
     split = [part for argument in line for part in _name_and_value(argument)]
-    return [places.get(before, argument) for before, argument in zip(["", *split], split, strict=False)]
+    named = zip(["", *split], split, strict=False)
+    return [places.get(before, argument) for before, argument in named if AGAIN not in (before, argument)]
 
 
 def _name_and_value(argument: str) -> list[str]:
@@ -168,14 +179,19 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(f"there is no folder {folder}")
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.json")):
-        result = _result(path)
+        result = read_one(path)
         if result["command"] in found:
             raise ValueError(f"{path} is a second result of {result['command']}: keep it in another folder")
         found[result["command"]] = result
     return found
 
 
-def _result(path: Path) -> dict[str, Any]:
+def read_one(path: Path) -> dict[str, Any]:
+    """A result.
+
+    Raises:
+        ValueError: if the file is none; it names it.
+    """
     try:
         result = json.loads(path.read_text())
         lost = [name for name in FIELDS if name not in result]

@@ -5,6 +5,8 @@ from benchmarks.__main__ import main
 from benchmarks.commands import command
 from benchmarks.parts import Parts
 
+from benchmarks import page
+
 ABOUT = {"line": "python -m benchmarks counts", "threads": 2}
 
 
@@ -105,3 +107,51 @@ def test_parts_of_different_results_are_in_different_files(tmp_path):
     paths = {Parts(tmp_path / name, ABOUT).path for name in ("run.1", "run.2", "run.parts")}
     assert len(paths) == 3
     assert not paths & {tmp_path / "run.parts"}
+
+
+@pytest.fixture
+def renewable(tmp_path, monkeypatch):
+    """A command with two parts, measured once; returns what counts its calls."""
+    measured = Measured()
+    monkeypatch.setattr(command("counts"), "plan", lambda arguments: measured.plan())
+    monkeypatch.setattr(command("counts"), "describe", lambda data: [])
+    main(["counts", "--out", str(tmp_path / "x.json")])
+    measured.calls.clear()
+    return measured
+
+
+def test_one_part_is_measured_again(tmp_path, renewable):
+    before = json.loads((tmp_path / "x.json").read_text())
+    main(["counts", "--out", str(tmp_path / "x.json"), "--again", "second"])
+    after = json.loads((tmp_path / "x.json").read_text())
+    assert renewable.calls == [2]
+    assert [entry["parts"] for entry in after["again"]] == [["second"]]
+    assert {key: after[key] for key in before if key != "again"} == {k: v for k, v in before.items() if k != "again"}
+    assert "Measured again on" in page._again(after["again"][0])
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+    main(["counts", "--out", str(tmp_path / "x.json"), "--again", "rows"])
+    assert renewable.calls == [2, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (["--again", "third"], "--again third: the parts are rows / first, rows / second"),
+        (["--again", "second", "--quick"], "another line"),
+        (["--again", "second", "--out", "none.json"], "there is no result in none.json"),
+    ],
+)
+def test_only_parts_of_the_same_run_are_measured_again(tmp_path, renewable, monkeypatch, capsys, line, reason):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["counts", "--out", "x.json", *line])
+    assert reason in capsys.readouterr().err
+    assert not renewable.calls
+
+
+def test_a_result_of_another_plan_is_not_renewed(tmp_path, renewable, capsys):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "data": {"rows": {}}}))
+    with pytest.raises(SystemExit):
+        main(["counts", "--out", str(path), "--again", "second"])
+    assert "not of this plan ('first'): measure all of it" in capsys.readouterr().err
