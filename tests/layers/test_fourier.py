@@ -10,7 +10,7 @@ from torch import nn
 
 import trysquare as ts
 from tests.oracle import dense, distance_from_orthogonal
-from trysquare.linalg.fourier import RESPONSES
+from trysquare.linalg.fourier import RESPONSES, free_response
 
 PLAIN = {1: ts.FourierOrthoConv1d, 2: ts.FourierOrthoConv2d, 3: ts.FourierOrthoConv3d}
 TRANSPOSED = {
@@ -403,3 +403,9 @@ def test_responses_are_plain_tensors(method, channels):
     response = ts.FourierOrthoConv2d(*channels, 3, method=method).response((4, 4))
     assert not response.is_conj()
     torch.view_as_real(response)
+
+
+@pytest.mark.parametrize(("sizes", "kernel_size"), [((6,), (3,)), ((4, 5), (3, 1)), ((4, 2, 3), (1, 3, 3))])
+def test_blocks_lie_together_or_products_would_be_made_one_by_one(sizes, kernel_size):
+    kernel = torch.randn(2, 3, 4, *kernel_size)
+    assert free_response(kernel, sizes, (1,) * len(sizes)).is_contiguous()

@@ -49,7 +49,9 @@ def _blocks(placed: Tensor, dims: int, half: bool) -> Tensor:
     """Response ``(*frequencies, g, n, m)`` of torch's cross-correlation by a placed kernel ``(g, n, m, *sizes)``."""
     axes = tuple(range(-dims, 0))
     transform = torch.fft.rfftn(placed, dim=axes) if half else torch.fft.fftn(placed, dim=axes)
-    return transform.conj().resolve_conj().movedim(tuple(range(3, 3 + dims)), tuple(range(dims)))
+    blocks = transform.conj().movedim(tuple(range(3, 3 + dims)), tuple(range(dims)))
+    # Products of matrices whose entries are far from each other would be made one by one.
+    return blocks.resolve_conj().contiguous()
 
 
 def free_response(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
@@ -161,7 +163,7 @@ def apply_response(response: Tensor, x: Tensor, dims: int) -> Tensor:
         return x.new_zeros(0, groups * outputs, *sizes) + 0 * (x.sum() + response.real.sum())
     with full_precision(x):
         spectrum = torch.fft.rfftn(x.unflatten(1, (groups, -1)), dim=axes)  # (b, g, m, *frequencies)
-        columns = spectrum.permute(*range(3, 3 + dims), 1, 2, 0)
+        columns = spectrum.permute(*range(3, 3 + dims), 1, 2, 0).contiguous()
         product = torch.matmul(response, columns)
         back = product.permute(dims + 2, dims, dims + 1, *range(dims))
         return torch.fft.irfftn(back, s=sizes, dim=axes).flatten(1, 2)
