@@ -19,7 +19,8 @@ an even one.
 Times are medians, all variants in turns, slow ones in fewer; those that the targets are about go on alone for more
 turns. A ratio is the median of those within each turn, so not quite that of the medians. Memory is the peak of a fresh
 process for each variant, interpreter included, in three steps or as many as it has begun after half a minute; two
-processes of the same variant may differ by a tenth. In evaluation our layers keep the free tensors besides the kernels.
+processes of the same variant have differed by up to 19 %. In evaluation our layers keep the free tensors besides the
+kernels.
 "saved" is what autograd keeps for backward. Steps are those of SGD without momentum, which has no state of its own; the
 look of our layers at their free tensors, every 64 steps, is not among them.
 """
