@@ -155,3 +155,15 @@ def test_a_result_of_another_plan_is_not_renewed(tmp_path, renewable, capsys):
     with pytest.raises(SystemExit):
         main(["counts", "--out", str(path), "--again", "second"])
     assert "not of this plan ('first'): measure all of it" in capsys.readouterr().err
+
+
+def test_an_interrupted_renewal_goes_on_where_it_was(tmp_path, renewable):
+    line = ["counts", "--out", str(tmp_path / "x.json"), "--again", "rows"]
+    renewable.interrupted = True
+    with pytest.raises(SystemExit):
+        main(line)
+    renewable.interrupted = False
+    main([*line, "--resume"])
+    assert renewable.calls == [1, 2, 2]
+    assert [entry["parts"] for entry in json.loads((tmp_path / "x.json").read_text())["again"]] == [["rows"]]
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
