@@ -64,14 +64,26 @@ def _benchmark(parse: argparse.ArgumentParser, arguments: argparse.Namespace, li
         torch.manual_seed(0)
         plan = command(arguments.command).plan(arguments)
         old = _to_renew(path, parts, plan) if arguments.again else None
-    data = _measured(plan, parts)
-    if kept := results.set_aside(path, about):
-        print(f"the result that was there, of another command line, is kept in {kept}", file=sys.stderr)
-    written = results.renewed(old, about, parts.seconds, data) if old else results.record(about, parts.seconds, data)
-    results.write(written, path)
-    print(to_text([*command(arguments.command).describe(data), *peer_wins(arguments.command, data)]))
+    with _keeping(parts):
+        data = parts.carry_out(plan)
+        spent = parts.spent
+        written = results.renewed(old, about, spent, data) if old else results.record(about, spent, data)
+        _replace(path, written)
     parts.forget()
+    print(to_text([*command(arguments.command).describe(data), *_wins(arguments.command, data)]))
     return path
+
+
+def _replace(path: Path, written: dict[str, Any]) -> None:
+    """Write a result, beside that of another command line if there is one."""
+    if kept := results.set_aside(path, written):
+        print(f"the result that was there, of another command line, is kept in {kept}", file=sys.stderr)
+    results.write(written, path)
+
+
+def _wins(name: str, data: Any) -> list[str]:
+    found = peer_wins(name, data)
+    return ["\n".join(["Where a peer is better:", *(f"* {win}" for win in found)])] if found else []
 
 
 def _to_renew(path: Path, parts: Parts, plan: Any) -> dict[str, Any]:
@@ -122,12 +134,14 @@ def _about(arguments: argparse.Namespace, line: list[str]) -> dict[str, Any]:
     return results.about(arguments.command, line, arguments.quick, lost, arguments.again or ())
 
 
-def _measured(plan: Any, parts: Parts) -> Any:
+@contextmanager
+def _keeping(parts: Parts) -> Iterator[None]:
+    """Say what is left of a run that is interrupted, or whose disk is full."""
     try:
-        return parts.carry_out(plan)
-    except KeyboardInterrupt:
-        kept = f"; what is finished is in {parts.path}: go on with {RESUME}" if parts.finished else ""
-        sys.exit(f"interrupted{kept}")
+        yield
+    except (KeyboardInterrupt, OSError) as error:
+        kept = f"; what is finished is in {parts.path}: go on with {RESUME}" if parts.path.exists() else ""
+        sys.exit(f"{error if isinstance(error, OSError) else 'interrupted'}{kept}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 from statistics import median
@@ -26,7 +26,9 @@ Call = Callable[[], Any]
 Samples = dict[str, list[float]]
 
 
-def interleaved(calls: dict[str, Call], rounds: int, *, patience: float = math.inf, label: str = "") -> Samples:
+def interleaved(
+    calls: dict[str, Call], rounds: int, *, patience: float = math.inf, always: Container[str] = (), label: str = ""
+) -> Samples:
     """Seconds of each call, taken in turns so that all see the same state of the machine.
 
     The order within a turn is another each time: a call leaves its successor the caches as it used them.
@@ -36,16 +38,17 @@ def interleaved(calls: dict[str, Call], rounds: int, *, patience: float = math.i
         rounds: samples of each.
         patience: a call whose samples have taken more seconds than this is sampled no more; if it takes longer by
             itself, the first run is its sample.
+        always: calls that are sampled in every turn, however long they take.
         label: of the progress bar.
     """
     times: Samples = {name: [] for name in calls}
     order, shuffle = list(calls), Random(0).shuffle
     for number in track(range(rounds + 1), label or "timing", rounds + 1):
         for name in order:
-            taken = times[name]
-            if not taken or sum(taken) < patience:
+            taken, limit = times[name], math.inf if name in always else patience
+            if not taken or sum(taken) < limit:
                 seconds = _seconds(calls[name])
-                if number or seconds > patience:
+                if number or seconds > limit:
                     taken.append(seconds)
         shuffle(order)
     return times

@@ -65,7 +65,7 @@ class Limits(NamedTuple):
         rounds: samples of each time.
         processes: samples of each peak of memory.
         patience: seconds of steps after which a variant is sampled no more, half of it for evaluations; once in any
-            case.
+            case, and in every turn if the targets compare it.
         seconds: time of a process.
         gigabytes: memory of a process.
     """
@@ -84,8 +84,9 @@ FULL = (
     Case("depthwise", 32, 32),
     Case("bcop-small", 32, 128),
 )
-# What the targets compare.
+# What the targets are about, and what they compare it with.
 TARGETED = (REFERENCE, PADDED, "AOC")
+COMPARED = tuple(name for name, variant in VARIANTS.items() if variant.method in ("plain", "AOC"))
 QUICK = (Case("resnet18", 32, 8),)
 QUICK_VARIANTS = (REFERENCE, "AOC", "AOC parsimonious", "orthogonium AOC")
 # Seconds of a step from which on a variant is not tried with a larger batch.
@@ -105,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=count, nargs="+", help="only these of ResNet-34, such as 128; 8 and 32")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="; ".join(VARIANTS))
     parser.add_argument("--rounds", type=count, help="samples of each time; 5 (--quick: 2)")
-    parser.add_argument("--patience", type=amount, help="seconds after which a variant is sampled no more; 50")
+    parser.add_argument("--patience", type=amount, help="seconds after which a slow variant is sampled no more; 20")
     parser.add_argument("--processes", type=count, help="samples of each peak of memory; 3 (--quick: 1)")
     parser.add_argument("--memory", type=amount, help="gigabytes that a network may take; 70 %% of the machine's")
     parser.add_argument("--limit", type=amount, help="seconds for a process of up to three steps; 300 (--quick: 100)")
@@ -149,7 +150,7 @@ def _limits(arguments: argparse.Namespace) -> Limits:
     return Limits(
         arguments.rounds or (2 if quick else 5),
         arguments.processes or (1 if quick else 3),
-        arguments.patience or 50.0,
+        arguments.patience or 20.0,
         arguments.limit or (100.0 if quick else 300.0),
         arguments.memory or usable_gigabytes(),
     )
@@ -200,9 +201,9 @@ def _measure_case(case: Case, chosen: list[str], limits: Limits, failed: dict[st
 def _timed(calls: dict[str, Call], rounds: tuple[int, int], patience: float, label: str) -> Samples:
     """Seconds in turns of all, as far as patience goes, then in turns of those that the targets are about."""
     together, alone = rounds
-    found = interleaved(calls, together, patience=patience, label=label)
+    found = interleaved(calls, together, patience=patience, always=COMPARED, label=label)
     few = {name: calls[name] for name in TARGETED if name in calls}
-    if len(few) > 1 and min(len(found[name]) for name in few) == together:  # or turns would not be those of the others
+    if len(few) > 1:
         for name, seconds in interleaved(few, alone, label=f"{label}, closer").items():
             found[name] += seconds
     return found

@@ -117,7 +117,7 @@ def _origin(result: dict[str, Any]) -> list[str]:
     machine, versions = result["machine"], result["versions"]
     with_what = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     with_what += f"; sources {result['code']} (digest)" if "code" in result else ""
-    took = f" It took {result['seconds'] / 60:.1f} minutes." if "seconds" in result else ""
+    took = f" It took {_took(result)}." if "seconds" in result else ""
     kind = " A quick run: few samples of small cases." if result["quick"] else ""
     return [
         f"`{result['line']}` on {result['date']}: {machine['cpu']}, {machine['cores']} cores, "
@@ -128,8 +128,14 @@ def _origin(result: dict[str, Any]) -> list[str]:
 
 
 def _again(entry: dict[str, Any]) -> str:
-    took = f"{entry['seconds'] / 60:.1f} minutes"
-    return f"\nMeasured again on {entry['date']}, sources {entry['code']}, in {took}: {', '.join(entry['parts'])}."
+    parts = ", ".join(entry["parts"])
+    return f"\nMeasured again on {entry['date']}, sources {entry['code']}, in {_took(entry)}: {parts}."
+
+
+def _took(entry: dict[str, Any]) -> str:
+    others = entry.get("others")
+    beside = "" if others is None else f", with {others:.1%} of the processor taken by other programs"
+    return f"{entry['seconds'] / 60:.1f} minutes{beside}"
 
 
 def _markdown(part: Part) -> str:

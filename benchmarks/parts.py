@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
+from benchmarks.processor import DISTURBING, foreign_seconds, share_of_others
 from benchmarks.results import RESUME
 
 _BETWEEN = " / "
@@ -30,7 +31,8 @@ class Parts:
         self.path = path.with_name(f"{path.name}.parts")
         self.finished: dict[str, Any] = {}
         self.seconds = 0.0
-        self._about = {**about, "line": results.begun(about["line"])}
+        self._foreign: float | None = 0.0
+        self._about = about
 
     def read(self, resume: bool) -> None:
         """Take over what an interrupted run has left.
@@ -44,7 +46,7 @@ class Parts:
             raise ValueError(f"{self.path} holds parts of an interrupted run: go on with {RESUME}, or delete it")
         left = self._left()
         self._refuse_other(str(self.path), left["about"], but=())
-        self.finished, self.seconds = left["finished"], left["seconds"]
+        self.finished, self.seconds, self._foreign = left["finished"], left["seconds"], left["foreign"]
 
     def _left(self) -> dict[str, Any]:
         try:
@@ -53,6 +55,7 @@ class Parts:
                 "about": dict(left["about"]),
                 "finished": dict(left["finished"]),
                 "seconds": float(left["seconds"]),
+                "foreign": None if left["foreign"] is None else float(left["foreign"]),
             }
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{self.path} does not hold parts of a run ({error}): delete it") from error
@@ -84,6 +87,12 @@ class Parts:
                     "go on as that began, or delete it"
                 )
 
+    @property
+    def spent(self) -> dict[str, float | None]:
+        """Seconds that the measured parts took, and the share of the processor that other programs had meanwhile."""
+        share = share_of_others(self._foreign, self.seconds)
+        return {"seconds": round(self.seconds, 1), "others": share if share is None else round(share, 4)}
+
     def carry_out(self, plan: Any) -> Any:
         """Measure what is not finished, one part after the other, and return the result."""
         parts = dict(_calls(plan, ()))
@@ -94,10 +103,21 @@ class Parts:
         return _filled(plan, (), self.finished)
 
     def _measure(self, place: str, measure: Callable[[], Any]) -> None:
-        start = time.perf_counter()
+        start, foreign = time.perf_counter(), foreign_seconds()
         self.finished[place] = measure()
-        self.seconds += time.perf_counter() - start
-        results.write({"about": self._about, "seconds": self.seconds, "finished": self.finished}, self.path)
+        seconds, end = time.perf_counter() - start, foreign_seconds()
+        self._add(place, seconds, None if foreign is None or end is None else end - foreign)
+        left = {"seconds": self.seconds, "foreign": self._foreign, "finished": self.finished}
+        results.write({"about": self._about, **left}, self.path)
+
+    def _add(self, place: str, seconds: float, foreign: float | None) -> None:
+        """Time that a part took; other programs that took more than a little of it are worth a warning."""
+        self.seconds += seconds
+        self._foreign = None if self._foreign is None or foreign is None else self._foreign + foreign
+        share = share_of_others(foreign, seconds)
+        if share is not None and share > DISTURBING:
+            what = f"other programs took {share:.0%} of the processor"
+            print(f"{what} during {place}: do not trust its times", file=sys.stderr)
 
     def forget(self) -> None:
         """Remove the file, once the result is written."""

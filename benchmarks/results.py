@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -67,7 +68,7 @@ def about(command: str, line: list[str], quick: bool, missing: list[str], again:
     """What a result has to say of where it comes from."""
     return {
         "command": command,
-        "line": "python -m benchmarks " + shlex.join(_anywhere(line)),
+        "line": "python -m benchmarks " + shlex.join(_asked(line)),
         "quick": quick,
         "threads": torch.get_num_threads(),
         "machine": machine(),
@@ -86,30 +87,32 @@ def code() -> str:
     return digest.hexdigest()[:12]
 
 
-def begun(line: str) -> str:
-    """The command line of a run, whether it was interrupted or not."""
-    return line.replace(f" {RESUME}", "")
-
-
-def record(about: dict[str, Any], seconds: float, data: Any) -> dict[str, Any]:
-    """Everything that belongs to a result, which is ready now, after so many seconds."""
+def record(about: dict[str, Any], spent: dict[str, float | None], data: Any) -> dict[str, Any]:
+    """Everything that belongs to a result, which is ready now; see ``Parts.spent``."""
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return {**about, "date": date, "seconds": round(seconds, 1), "data": data}
+    return {**about, "date": date, **spent, "data": data}
 
 
-def renewed(old: dict[str, Any], about: dict[str, Any], seconds: float, data: Any) -> dict[str, Any]:
+def renewed(old: dict[str, Any], about: dict[str, Any], spent: dict[str, float | None], data: Any) -> dict[str, Any]:
     """An old result of which some parts were measured again."""
-    now = record(about, seconds, data)
-    again = {"parts": about["again"], **{name: now[name] for name in ("date", "code", "seconds")}}
+    now = record(about, spent, data)
+    again = {"parts": about["again"], **{name: now[name] for name in ("date", "code", *spent)}}
     return {**old, "data": data, "again": [*old.get("again", []), again]}
 
 
-def _anywhere(line: list[str]) -> list[str]:
-    """The arguments as one would type them for the whole, on another machine: without places of files on this one."""
-    places = {"--data": "DIR", "--out": "FILE"}
-    split = [part for argument in line for part in _name_and_value(argument)]
-    named = zip(["", *split], split, strict=False)
-    return [places.get(before, argument) for before, argument in named if AGAIN not in (before, argument)]
+def _asked(line: list[str]) -> list[str]:
+    """The arguments that say what is measured, not how far a run has come or where on this machine files are."""
+    parts = iter([part for argument in line for part in _name_and_value(argument)])
+    kept: list[str] = []
+    for part in parts:
+        if part in (AGAIN, "--out"):
+            next(parts, None)
+        elif part == "--data":
+            kept += [part, "DIR"]
+            next(parts, None)
+        elif part != RESUME:
+            kept.append(part)
+    return kept
 
 
 def _name_and_value(argument: str) -> list[str]:
@@ -163,9 +166,10 @@ def set_aside(path: Path, about: dict[str, Any]) -> Path | None:
     if not path.is_file() or not path.stat().st_size:
         return None
     old = json.loads(path.read_text())
-    if begun(old.get("line", "")) == begun(about["line"]) and old.get("missing") == about["missing"]:
+    if old.get("line") == about["line"] and old.get("missing") == about["missing"]:
         return None
-    return path.replace(path.with_name(f"{path.name}.before"))
+    places = (path.with_name(f"{path.name}.{number}.before") for number in itertools.count(1))
+    return path.replace(next(place for place in places if not place.exists()))
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:

@@ -1,9 +1,13 @@
 import json
+import subprocess
+import sys
+import time
 
 import pytest
 from benchmarks.__main__ import main
 from benchmarks.commands import command
 from benchmarks.parts import Parts
+from benchmarks.processor import foreign_seconds
 
 from benchmarks import page
 
@@ -55,15 +59,17 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     assert measured.calls == [2]
     written = json.loads((tmp_path / "x.json").read_text())
     assert [row["flops"] for row in written["data"]["rows"].values()] == [1, 2]
-    assert "--resume" in written["line"]
+    assert written["line"] == "python -m benchmarks counts"
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+    main(["counts", "--out", str(tmp_path / "x.json"), "--again", "first"])
+    assert measured.calls == [2, 1]
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ([], "holds parts of an interrupted run: go on with --resume, or delete it"),
-        (["--resume", "--quick"], "another line, 'python -m benchmarks counts --out FILE' instead of"),
+        (["--resume", "--quick"], "another line, 'python -m benchmarks counts' instead of"),
         (["--resume", "--threads", "1"], "another line"),
     ],
 )
@@ -167,3 +173,36 @@ def test_an_interrupted_renewal_goes_on_where_it_was(tmp_path, renewable):
     assert renewable.calls == [1, 2, 2]
     assert [entry["parts"] for entry in json.loads((tmp_path / "x.json").read_text())["again"]] == [["rows"]]
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_nothing_is_left_to_resume_if_only_the_terminal_is_gone(tmp_path, renewable, monkeypatch):
+    def closed(data):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(command("counts"), "describe", closed)
+    with pytest.raises(BrokenPipeError):
+        main(["counts", "--out", str(tmp_path / "x.json")])
+    assert renewable.calls == [1, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch):
+    def full(content, path):
+        raise OSError(28, "cannot write x.json.parts: No space left on device")
+
+    monkeypatch.setattr(command("counts"), "plan", Measured().plan)
+    monkeypatch.setattr("benchmarks.results.write", full)
+    with pytest.raises(SystemExit) as stopped:
+        main(["counts", "--out", str(tmp_path / "x.json")])
+    assert "No space left on device" in str(stopped.value.code)
+    assert "--resume" not in str(stopped.value.code)
+
+
+@pytest.mark.skipif(foreign_seconds() is None, reason="the system does not tell")
+def test_other_programs_are_noticed(tmp_path, capsys):
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        parts = Parts(tmp_path / "x.json", ABOUT)
+        parts.carry_out({"rest": lambda: time.sleep(1)})
+        other.kill()
+    assert parts.spent["others"] > 0
+    assert "of the processor during rest: do not trust its times" in capsys.readouterr().err

@@ -5,9 +5,13 @@ import pytest
 
 from benchmarks import results
 
+SPENT = {"seconds": 1.0, "others": None}
+
 
 def test_a_result_says_where_it_comes_from():
-    record = results.record(results.about("counts", ["counts", "--quick"], True, []), 61.04, {"a": 1})
+    record = results.record(
+        results.about("counts", ["counts", "--quick"], True, []), {"seconds": 61.0, "others": 0.01}, {"a": 1}
+    )
     assert record["data"] == {"a": 1}
     assert record["date"].endswith("UTC")
     assert record["seconds"] == 61.0
@@ -22,16 +26,17 @@ def test_a_result_says_where_it_comes_from():
 @pytest.mark.parametrize(
     ("line", "shown"),
     [
-        (["recipe", "--data", "/home/me", "--out", "x.json", "--budget", "3"], "--data DIR --out FILE --budget 3"),
+        (["recipe", "--data", "/home/me", "--out", "x.json", "--budget", "3"], "--data DIR --budget 3"),
         (["overhead", "--data=/home/me", "--variants", "AOC", "a b"], "--data DIR --variants AOC 'a b'"),
+        (["scaling", "--resume", "--rounds", "3", "--again", "kernels", "--out=x"], "--rounds 3"),
     ],
 )
-def test_a_command_is_shown_without_places_of_this_machine(line, shown):
+def test_a_command_is_shown_as_it_would_be_typed_for_the_whole_elsewhere(line, shown):
     assert results.about(line[0], line, False, [])["line"] == f"python -m benchmarks {line[0]} {shown}"
 
 
 def test_written_results_are_read_again(tmp_path):
-    record = results.record(results.about("counts", ["counts"], False, []), 1.0, {"a": [1.5]})
+    record = results.record(results.about("counts", ["counts"], False, []), SPENT, {"a": [1.5]})
     results.write(record, tmp_path / "deep" / "counts.json")
     assert results.read(tmp_path / "deep") == {"counts": record}
     assert os.listdir(tmp_path / "deep") == ["counts.json"]
@@ -60,19 +65,21 @@ def test_nothing_but_a_result_of_the_same_command_is_replaced(tmp_path):
 @pytest.mark.parametrize(("line", "missing"), [("a --budget 5", []), ("a", ["orthogonium is not installed"])])
 def test_a_result_of_another_kind_of_run_is_kept(tmp_path, line, missing):
     path = tmp_path / "x.json"
-    old = {"line": "a --resume", "missing": []}
+    old, new = {"line": "a", "missing": []}, {"line": line, "missing": missing}
     results.write(old, path)
-    assert results.set_aside(path, {"line": "a", "missing": []}) is None
-    kept = results.set_aside(path, {"line": line, "missing": missing})
-    assert json.loads(kept.read_text()) == old
+    assert results.set_aside(path, old) is None
+    first = results.set_aside(path, new)
     assert not path.exists()
-    assert results.set_aside(path, {"line": line, "missing": missing}) is None
+    assert results.set_aside(path, new) is None
+    results.write(new, path)
+    second = results.set_aside(path, old)
+    assert [json.loads(kept.read_text()) for kept in (first, second)] == [old, new]
 
 
 def test_two_results_of_one_command_are_refused(tmp_path):
     for name in ("a", "b"):
         results.write(
-            results.record(results.about("counts", ["counts"], False, []), 1.0, {}), tmp_path / f"{name}.json"
+            results.record(results.about("counts", ["counts"], False, []), SPENT, {}), tmp_path / f"{name}.json"
         )
     with pytest.raises(ValueError, match=r"b\.json is a second result of counts"):
         results.read(tmp_path)
