@@ -69,16 +69,17 @@ def _benchmark(parse: argparse.ArgumentParser, arguments: argparse.Namespace, li
         spent = parts.spent
         written = results.renewed(old, about, spent, data) if old else results.record(about, spent, data)
         _replace(path, written)
-    parts.forget()
+        parts.forget()
     print(to_text([*command(arguments.command).describe(data), *_wins(arguments.command, data)]))
     return path
 
 
 def _replace(path: Path, written: dict[str, Any]) -> None:
     """Write a result, beside that of another command line if there is one."""
-    if kept := results.set_aside(path, written):
-        print(f"the result that was there, of another command line, is kept in {kept}", file=sys.stderr)
+    kept = results.set_aside(path, written)
     results.write(written, path)
+    if kept:
+        print(f"the result that was there, of another command line, is kept in {kept}", file=sys.stderr)
 
 
 def _wins(name: str, data: Any) -> list[str]:
@@ -139,9 +140,9 @@ def _keeping(parts: Parts) -> Iterator[None]:
     """Say what is left of a run that is interrupted, or whose disk is full."""
     try:
         yield
-    except (KeyboardInterrupt, OSError) as error:
+    except (KeyboardInterrupt, results.NotWrittenError) as error:
         kept = f"; what is finished is in {parts.path}: go on with {RESUME}" if parts.path.exists() else ""
-        sys.exit(f"{error if isinstance(error, OSError) else 'interrupted'}{kept}")
+        sys.exit(f"{str(error) or 'interrupted'}{kept}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """Cost of building orthogonal kernels, side by side with ``orthogonium`` where that is installed.
 
 Every row is measured in one run with the two libraries in turns. FLOPs, calls and bytes do not depend on the machine;
-times do, so look at their ratio, the median of those within each turn, to ours. orthogonium has its default, 12 steps
-of Björck. FLOPs are those of products: factorisations and triangular solves, which that does without, are seen as calls
-and in the times. A kernel is grown tap by tap; backward needs the kernels on the way, and a layer with many channels
-builds them anew instead of keeping them.
+times do, so look at their ratio to ours. orthogonium has its default, 12 steps of Björck. FLOPs are those of products:
+factorisations and triangular solves, which that does without, are seen as calls and in the times. A kernel is grown tap
+by tap; backward needs the kernels on the way, and a layer with many channels builds them anew instead of keeping them.
 """
 
 from __future__ import annotations

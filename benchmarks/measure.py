@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.results import system_field
@@ -77,21 +78,33 @@ def flops(call: Call) -> int:
     return counter.get_total_flops()
 
 
-class _CallCounter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):
+    """Operations, and the bytes of the results of all but views."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.calls = self.written = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.calls += 1
+        if not func.is_view:
+            self.written += sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        return result
 
 
 def aten_calls(call: Call) -> int:
     """Number of operations that torch dispatches."""
-    with _CallCounter() as counter:
+    with _Counter() as counter:
         call()
-    return counter.count
+    return counter.calls
+
+
+def written_bytes(call: Call) -> int:
+    """Bytes of the results of all these operations but views."""
+    with _Counter() as counter:
+        call()
+    return counter.written
 
 
 def saved_bytes(forward: Call) -> int:

@@ -1,6 +1,6 @@
 """Peak memory of one network in a process of its own, as JSON.
 
-python -m benchmarks.memory NETWORK SIZE BATCH VARIANT train|eval THREADS GIGABYTES
+python -m benchmarks.memory NETWORK SIZE BATCH VARIANT train|eval THREADS GIGABYTES PARENT
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _repeat(call: Call) -> int:
 
 
 def end_with_parent(parent: int) -> None:
-    """End this process once that which started it has ended: nobody reads its result, and the next run is disturbed."""
+    """End this process once the one that started it has ended: it would only disturb the next run."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -56,8 +56,8 @@ def end_with_parent(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent(os.getppid())
-    network, size, batch, variant, mode, threads, gigabytes = sys.argv[1:]
+    network, size, batch, variant, mode, threads, gigabytes, parent = sys.argv[1:]
+    end_with_parent(int(parent))
     if int(threads) != torch.get_num_threads():  # setting it has side effects: see linalg.inverse
         torch.set_num_threads(int(threads))
     try:

@@ -107,8 +107,10 @@ def plan(arguments: argparse.Namespace) -> dict[str, Any]:
     """Costs at stride 1 and 2, and the end of each training run.
 
     Raises:
-        ValueError: if a method of the peer is asked for, which is not installed.
+        ValueError: if a method of the peer is asked for, which is not installed, or a stride does not divide the map.
     """
+    if arguments.size % 2:
+        raise ValueError(f"--size {arguments.size} must be even: layers with stride 2 are measured too")
     names = peers.that_run(methods(), "--only", arguments.only)
     chosen = {name: make for name, make in methods().items() if name in names and name in (arguments.only or names)}
     rounds = arguments.rounds or (3 if arguments.quick else 7)

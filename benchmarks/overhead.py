@@ -16,19 +16,20 @@ iterates until it has converged. Our SOC is exact to 1e-6 by nine terms, applied
 as adaptive SOC, and an error of up to 0.052. SOC and orthogonium's BCOP have the next odd kernel size in the place of
 an even one.
 
-Times are medians, all variants in turns, slow ones in fewer; those that the targets are about go on alone for more
-turns. A ratio is the median of those within each turn, so not quite that of the medians. Memory is the peak of a fresh
-process for each variant, interpreter included, in three steps or as many as it has begun after half a minute; two
-processes of the same variant have differed by up to 19 %. In evaluation our layers keep the free tensors besides the
-kernels.
-"saved" is what autograd keeps for backward. Steps are those of SGD without momentum, which has no state of its own; the
-look of our layers at their free tensors, every 64 steps, is not among them.
+All variants take turns. After 20 s of steps, or 10 s of evaluations, a variant is sampled no more, and one that takes
+longer than that has its first run as the only sample; but Conv2d and the AOC of both libraries stay for five turns of
+steps and ten of evaluations, and those that the targets are about go on alone for more. Memory is the peak of a fresh
+process for each variant, interpreter included, in three steps or as many as it has begun after half a minute. In
+evaluation our layers keep the free tensors besides the kernels; ``ts.to_torch`` keeps only the kernels. "saved" is what
+autograd keeps for backward. Steps are those of SGD without momentum, which has no state of its own; the look of our
+layers at their free tensors, every 64 steps, is not among them.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -235,7 +236,7 @@ def _same_network(case: Case, chosen: list[str]) -> bool:
 
 def _add_samples(row: dict[str, Any], case: Case, variant: str, limits: Limits) -> None:
     """Memory of training and of evaluation; without the first the variant has failed."""
-    arguments = [torch.get_num_threads(), limits.gigabytes]
+    arguments = [torch.get_num_threads(), limits.gigabytes, os.getpid()]
     for mode, failure in (("train", "error"), ("eval", "eval_error")):
         try:
             sample = in_child("benchmarks.memory", [*case, variant, mode, *arguments], limits.seconds)
@@ -273,7 +274,7 @@ def describe(data: dict[str, Any]) -> list[Part]:
         samples = _samples(rows)
         parts += [_table(case, samples)] if REFERENCE in samples else [f"No table of {case}:"]
         parts += failures({**rows, **_not_evaluated(rows)})
-        parts += _fewer_passes(rows)
+        parts += [*_fewer_passes(rows), *_spread(rows)]
         parts += _operations(rows)
         parts += [_plot(case, samples)] if REFERENCE in samples and len(samples) > 1 else []
     return [*parts, *targets.table((case, _samples(rows)) for case, rows in _cases(data))]
@@ -289,6 +290,13 @@ def _fewer_passes(rows: dict[str, Any]) -> list[Part]:
     passes = {name: min(sample.get("passes", PASSES) for sample in taken) for name, taken in samples.items()}
     slow = [f"{name} {fewest}" for name, fewest in passes.items() if fewest < PASSES]
     return [f"Peak memory is that of fewer than {PASSES} steps: {', '.join(slow)}."] if slow else []
+
+
+def _spread(rows: dict[str, Any]) -> list[Part]:
+    """By how much peaks of processes that did the same differ."""
+    peaks = [[sample["peak"] for sample in row.get("memory_train", [])] for row in rows.values()]
+    spreads = [max(taken) / min(taken) - 1 for taken in peaks if len(taken) > 1]
+    return [f"Peaks in training of processes of one variant differ by up to {max(spreads):.0%}."] if spreads else []
 
 
 def _operations(rows: dict[str, Any]) -> list[Part]:
@@ -323,7 +331,7 @@ def peer_wins(data: dict[str, Any]) -> list[str]:
             for peer, own in pairs:
                 if kind in samples[peer] and kind in samples.get(own, {}):
                     pair = samples[own][kind], samples[peer][kind]
-                    found += better_peer(f"{case}, {what}", peers.own_name(peer), unit, scale, *pair)
+                    found += better_peer(f"{case}, {what}", peers.own_name(peer), unit, scale, *pair, own)
         found += [
             f"{case}: {peers.own_name(peer)} of orthogonium runs, ours: {_failure(raw[own])}."
             for peer, own in pairs

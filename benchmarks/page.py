@@ -66,9 +66,10 @@ def render(found: dict[str, dict[str, Any]]) -> str:
         "# Benchmarks",
         "",
         "This page is made by `python -m benchmarks page` from the JSON files in `benchmarks/results/`, which hold "
-        "every sample. Do not edit it. Ratios are within one run; times depend on the machine. Contestants take turns "
+        "every sample. Do not edit it. Times depend on the machine; ratios are within one run. Contestants take turns "
         "within a table, but for augmentations and trainings by method or by orthogonalizer, which come one after the "
-        "other.",
+        "other. Unless said otherwise times are medians, and a ratio is the median of those within each turn: it need "
+        "not be that of the medians beside it.",
         "",
         "The peer is [orthogonium](https://pypi.org/project/orthogonium/), by the authors of *An Adaptive Orthogonal "
         "Convolution Scheme for Efficient and Flexible CNN Architectures*, called the paper below. "
@@ -133,8 +134,9 @@ def _again(entry: dict[str, Any]) -> str:
 
 
 def _took(entry: dict[str, Any]) -> str:
-    others = entry.get("others")
-    beside = "" if others is None else f", with {others:.1%} of the processor taken by other programs"
+    others, parts = entry.get("others"), entry.get("disturbed") or {}
+    most = "; " + ", ".join(f"{share:.0%} during {place}" for place, share in parts.items()) if parts else ""
+    beside = "" if others is None else f" (other programs, system and host took {others:.1%} of the processor{most})"
     return f"{entry['seconds'] / 60:.1f} minutes{beside}"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from benchmarks.processor import DISTURBING, foreign_seconds, share_of_others
+from benchmarks.processor import foreign_seconds, is_disturbing, share_of_others
 from benchmarks.results import RESUME
 
 _BETWEEN = " / "
@@ -32,6 +32,7 @@ class Parts:
         self.finished: dict[str, Any] = {}
         self.seconds = 0.0
         self._foreign: float | None = 0.0
+        self._disturbed: dict[str, float] = {}
         self._about = about
 
     def read(self, resume: bool) -> None:
@@ -46,7 +47,8 @@ class Parts:
             raise ValueError(f"{self.path} holds parts of an interrupted run: go on with {RESUME}, or delete it")
         left = self._left()
         self._refuse_other(str(self.path), left["about"], but=())
-        self.finished, self.seconds, self._foreign = left["finished"], left["seconds"], left["foreign"]
+        self.finished, self.seconds = left["finished"], left["seconds"]
+        self._foreign, self._disturbed = left["foreign"], left["disturbed"]
 
     def _left(self) -> dict[str, Any]:
         try:
@@ -56,6 +58,7 @@ class Parts:
                 "finished": dict(left["finished"]),
                 "seconds": float(left["seconds"]),
                 "foreign": None if left["foreign"] is None else float(left["foreign"]),
+                "disturbed": dict(left["disturbed"]),
             }
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{self.path} does not hold parts of a run ({error}): delete it") from error
@@ -88,10 +91,10 @@ class Parts:
                 )
 
     @property
-    def spent(self) -> dict[str, float | None]:
-        """Seconds that the measured parts took, and the share of the processor that other programs had meanwhile."""
-        share = share_of_others(self._foreign, self.seconds)
-        return {"seconds": round(self.seconds, 1), "others": share if share is None else round(share, 4)}
+    def spent(self) -> dict[str, Any]:
+        """Seconds that the parts took, the share of the processor that others had meanwhile, and where it was high."""
+        others = None if self._foreign is None else round(share_of_others(self._foreign, self.seconds), 4)
+        return {"seconds": round(self.seconds, 1), "others": others, "disturbed": self._disturbed}
 
     def carry_out(self, plan: Any) -> Any:
         """Measure what is not finished, one part after the other, and return the result."""
@@ -106,18 +109,21 @@ class Parts:
         start, foreign = time.perf_counter(), foreign_seconds()
         self.finished[place] = measure()
         seconds, end = time.perf_counter() - start, foreign_seconds()
-        self._add(place, seconds, None if foreign is None or end is None else end - foreign)
-        left = {"seconds": self.seconds, "foreign": self._foreign, "finished": self.finished}
-        results.write({"about": self._about, **left}, self.path)
-
-    def _add(self, place: str, seconds: float, foreign: float | None) -> None:
-        """Time that a part took; other programs that took more than a little of it are worth a warning."""
         self.seconds += seconds
+        self._count_others(place, seconds, None if foreign is None or end is None else end - foreign)
+        self._write()
+        if place in self._disturbed:
+            share = f"{self._disturbed[place]:.0%}"
+            print(f"others took {share} of the processor during {place}: its times may be off", file=sys.stderr)
+
+    def _write(self) -> None:
+        spent = {"seconds": self.seconds, "foreign": self._foreign, "disturbed": self._disturbed}
+        results.write({"about": self._about, **spent, "finished": self.finished}, self.path)
+
+    def _count_others(self, place: str, seconds: float, foreign: float | None) -> None:
         self._foreign = None if self._foreign is None or foreign is None else self._foreign + foreign
-        share = share_of_others(foreign, seconds)
-        if share is not None and share > DISTURBING:
-            what = f"other programs took {share:.0%} of the processor"
-            print(f"{what} during {place}: do not trust its times", file=sys.stderr)
+        if foreign is not None and is_disturbing(foreign, seconds):
+            self._disturbed[place] = round(share_of_others(foreign, seconds), 3)
 
     def forget(self) -> None:
         """Remove the file, once the result is written."""

@@ -135,7 +135,8 @@ def describe(data: dict[str, Any]) -> list[Part]:
         for library, row in works.items()
     }
     plot = Plot("recipe", title, series, "minutes of training", CERTIFIED)
-    return [accuracy_table("layers", title, ends), *failures(data["rows"]), plot]
+    absent = {library: {"error": "not part of this run"} for library in LIBRARIES if library not in data["rows"]}
+    return [accuracy_table("layers", title, ends), *failures({**data["rows"], **absent}), plot]
 
 
 def peer_wins(data: dict[str, Any]) -> list[str]:

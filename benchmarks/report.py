@@ -39,7 +39,7 @@ class Table:
 
     def text(self) -> str:
         """Aligned for a terminal."""
-        lines = [list(self.columns), *map(list, self.rows)]
+        lines = [[cell.replace("**", "") for cell in line] for line in (self.columns, *self.rows)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
         aligned = [
             "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))  # noqa: B905
@@ -161,23 +161,34 @@ def ratio_plot(name: str, title: str, samples: Mapping[str, Samples], reference:
 
 
 def better_peer(
-    what: str, name: str, unit: str, scale: float, ours: Sequence[float], theirs: Sequence[float]
+    what: str,
+    name: str,
+    unit: str,
+    scale: float,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    own_name: str | None = None,
 ) -> list[str]:
     """A sentence if a peer's samples are below ours (less is better) by more than noise, none otherwise.
 
     Args:
         what: is measured.
-        name: of what both have.
+        name: of what both have, as the peer calls it.
         unit: in which it is said.
         scale: of the samples to that unit.
         ours: samples.
         theirs: taken in the same turns.
+        own_name: what we call it, if not the same.
     """
     turns = ratios(ours, theirs)
     if not _beyond_noise(turns):
         return []
-    taken = f"{name} of orthogonium takes {_short(scale * median(theirs))} {unit}, ours {_short(scale * median(ours))}"
-    return [f"{what}: {taken} {unit} ({times(median(turns))}, {len(turns)} turn{'s' if len(turns) > 1 else ''})."]
+    theirs_taken, ours_taken = (f"{_short(scale * median(samples))} {unit}" for samples in (theirs, ours))
+    who = "ours" if own_name in (None, name) else f"ours ({own_name})"
+    count = f"{len(turns)} turn{'s' if len(turns) > 1 else ''}"
+    return [
+        f"{what}: {name} of orthogonium takes {theirs_taken}, {who} {ours_taken} ({times(median(turns))}, {count})."
+    ]
 
 
 def _short(number: float) -> str:

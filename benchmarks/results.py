@@ -87,13 +87,13 @@ def code() -> str:
     return digest.hexdigest()[:12]
 
 
-def record(about: dict[str, Any], spent: dict[str, float | None], data: Any) -> dict[str, Any]:
+def record(about: dict[str, Any], spent: dict[str, Any], data: Any) -> dict[str, Any]:
     """Everything that belongs to a result, which is ready now; see ``Parts.spent``."""
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return {**about, "date": date, **spent, "data": data}
 
 
-def renewed(old: dict[str, Any], about: dict[str, Any], spent: dict[str, float | None], data: Any) -> dict[str, Any]:
+def renewed(old: dict[str, Any], about: dict[str, Any], spent: dict[str, Any], data: Any) -> dict[str, Any]:
     """An old result of which some parts were measured again."""
     now = record(about, spent, data)
     again = {"parts": about["again"], **{name: now[name] for name in ("date", "code", *spent)}}
@@ -102,16 +102,13 @@ def renewed(old: dict[str, Any], about: dict[str, Any], spent: dict[str, float |
 
 def _asked(line: list[str]) -> list[str]:
     """The arguments that say what is measured, not how far a run has come or where on this machine files are."""
-    parts = iter([part for argument in line for part in _name_and_value(argument)])
+    shown: dict[str, list[str]] = {AGAIN: [], "--out": [], "--data": ["--data", "DIR"]}
+    parts = iter([part for argument in line for part in _name_and_value(argument) if part != RESUME])
     kept: list[str] = []
     for part in parts:
-        if part in (AGAIN, "--out"):
+        kept += shown.get(part, [part])
+        if part in shown:
             next(parts, None)
-        elif part == "--data":
-            kept += [part, "DIR"]
-            next(parts, None)
-        elif part != RESUME:
-            kept.append(part)
     return kept
 
 
@@ -124,11 +121,22 @@ def default_path(command: str, quick: bool) -> Path:
     return FOLDER / ("quick" if quick else ".") / f"{command}.json"
 
 
+class NotWrittenError(Exception):
+    """A result could not be written: the disk is full, or the folder cannot be written to any more."""
+
+
 def write(content: Any, path: Path) -> None:
-    """Write JSON so that the file is the old one or the new one, never half of it."""
+    """Write JSON so that the file is the old one or the new one, never half of it.
+
+    Raises:
+        NotWrittenError: if it cannot be written; it names the file, which is as it was.
+    """
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    make_room(path)
-    write_whole(path, text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise NotWrittenError(error.strerror or str(error)) from error
 
 
 def make_room(path: Path) -> None:
@@ -157,8 +165,10 @@ def refuse_other(path: Path, command: str) -> None:
         raise ValueError(f"{path} is {f'a result of {other}' if other else 'no result'}: move it, or give --out")
 
 
-def set_aside(path: Path, about: dict[str, Any]) -> Path | None:
+def set_aside(path: Path, new: dict[str, Any]) -> Path | None:
     """Keep a result of another command line, or with peers, beside the place that it has to leave: it may be of hours.
+
+    Quick ones are not.
 
     Returns:
         Where it is, if there is one.
@@ -166,7 +176,7 @@ def set_aside(path: Path, about: dict[str, Any]) -> Path | None:
     if not path.is_file() or not path.stat().st_size:
         return None
     old = json.loads(path.read_text())
-    if old.get("line") == about["line"] and old.get("missing") == about["missing"]:
+    if old.get("quick") or all(old.get(name) == new[name] for name in ("line", "missing")):
         return None
     places = (path.with_name(f"{path.name}.{number}.before") for number in itertools.count(1))
     return path.replace(next(place for place in places if not place.exists()))

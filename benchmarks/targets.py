@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable
 from statistics import median
 
+from benchmarks import peers
 from benchmarks.measure import Samples, ratio, ratios
-from benchmarks.networks import PADDED, REFERENCE, Case
+from benchmarks.networks import PADDED, REFERENCE, VARIANTS, Case
 from benchmarks.report import Part, Table
 
 # AOC's share of the time that orthogonium adds to the same network.
@@ -35,15 +36,23 @@ def table(cases: Iterable[tuple[Case, dict[str, Samples]]]) -> list[Part]:
 
 
 def _shares(case: Case, samples: dict[str, Samples]) -> list[list[str]]:
-    """Of the time that the peer adds: what ours adds, and without what our padding gains, what the kernels add."""
-    if "orthogonium AOC" not in samples:
-        return []
-    plain, aoc, peer = (samples[name]["train"] for name in (REFERENCE, "AOC", "orthogonium AOC"))
-    name = f"{case}: share of orthogonium's added time"
-    rows = [_share_row(name, aoc, plain, peer, plain)]
-    if PADDED in samples:
-        rows.append(_share_row(f"{name}, kernels alone", aoc, samples[PADDED]["train"], peer, plain))
+    """What ours adds of the time that the peer adds, with each of its orthogonalizers.
+
+    And, next to its default, what our kernels add: without what our padding gains.
+    """
+    rows = []
+    plain, aoc = samples[REFERENCE]["train"], samples["AOC"]["train"]
+    for rival in filter(_is_rival, samples):
+        peer, way = samples[rival]["train"], rival.removeprefix("orthogonium AOC")
+        name = f"{case}: share of orthogonium's added time{way}"
+        rows.append(_share_row(name, aoc, plain, peer, plain))
+        if PADDED in samples and not way:
+            rows.append(_share_row(f"{name}, kernels alone", aoc, samples[PADDED]["train"], peer, plain))
     return rows
+
+
+def _is_rival(name: str) -> bool:
+    return VARIANTS[name].method == "AOC" and peers.is_peer(name)
 
 
 def _share_row(
@@ -64,7 +73,7 @@ def _ratios(case: Case, samples: dict[str, Samples]) -> list[list[str]]:
     limits = {
         "train": ("training step", TRAIN_RATIO.get((case.network, case.batch))),
         "eval": ("evaluation", EVAL_RATIO),
-        "memory": ("peak memory", MEMORY_RATIO),
+        "memory": ("peak memory of training", MEMORY_RATIO),
     }
     base, aoc, padded = samples[REFERENCE], samples["AOC"], samples.get(PADDED, {})
     rows = []

@@ -143,7 +143,7 @@ def trained(build: Callable[[], nn.Module], task: Task, **options: Any) -> dict[
             parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
             return {"steps": len(run.losses), "parameters": parameters, **asdict(run), **certificate(model, task)}
     except (ArithmeticError, ValueError, RuntimeError, MemoryError) as error:
-        return {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+        return {"error": f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"}
 
 
 def certificate(model: nn.Module, task: Task) -> dict[str, Any]:

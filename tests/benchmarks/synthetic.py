@@ -99,7 +99,7 @@ def loading():
 
 
 def counts():
-    return {"square": {"flops": 1000, "calls": 5, "saved": 10}}
+    return {"square": {"flops": 1000, "calls": 5, "saved": 10, "written": 20}}
 
 
 DATA = {

@@ -15,6 +15,7 @@ from benchmarks.measure import (
     peak_bytes,
     ratio,
     saved_bytes,
+    written_bytes,
 )
 from benchmarks.results import ROOT
 from torch import nn
@@ -80,6 +81,8 @@ def test_counts_of_a_product():
     assert flops(lambda: a @ b) == 2 * 3 * 4 * 5
     assert aten_calls(lambda: a @ b) == 1
     assert aten_calls(lambda: a + a + a) == 2
+    assert written_bytes(lambda: (a @ b).t()) == 4 * 3 * 5
+    assert written_bytes(lambda: torch.linalg.qr(b)) == 4 * (4 * 4 + 4 * 5)
 
 
 def test_saved_bytes_count_a_storage_once():

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 import torch
 from benchmarks.measure import ChildError
@@ -56,6 +58,12 @@ def test_what_the_targets_are_about_has_more_turns():
     assert {name: len(taken) for name, taken in samples.items()} == {"Conv2d": 5, "AOC": 5, "SOC": 2}
 
 
+def test_what_the_targets_compare_is_sampled_in_every_turn():
+    calls = dict.fromkeys(("Conv2d", "orthogonium AOC, QR", "SOC"), lambda: time.sleep(0.001))
+    samples = overhead._timed(calls, (3, 1), 1e-9, "some case")
+    assert {name: len(taken) for name, taken in samples.items()} == {"Conv2d": 3, "orthogonium AOC, QR": 3, "SOC": 1}
+
+
 def test_what_can_only_be_trained_has_a_row(monkeypatch, tried):
     def child(module, arguments, limit):
         if arguments[3] == "SOC" and arguments[4] == "eval":
@@ -64,11 +72,12 @@ def test_what_can_only_be_trained_has_a_row(monkeypatch, tried):
 
     monkeypatch.setattr(overhead, "in_child", child)
     data = {"resnet34": overhead._measure_network([Case("resnet34", 4, 2)], ["Conv2d", "SOC"], LIMITS)}
-    table, missing, operations, plot, *_ = overhead.describe(data)
+    table, missing, spread, operations, plot, *_ = overhead.describe(data)
     assert "train" in data["resnet34"][0]["rows"]["SOC"]
     assert table.rows[1][0] == "SOC"
     assert table.rows[1][3:5] == ["", ""]
     assert "* SOC, evaluation: not ready (batch 2)" in missing
+    assert spread == "Peaks in training of processes of one variant differ by up to 0%."
     assert operations.startswith("Operations of torch in an evaluation: ")
     assert "with Conv2d (" in operations
     assert plot.series["evaluation"] == ([], [])

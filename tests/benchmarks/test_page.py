@@ -80,7 +80,8 @@ def test_adaptive_soc_of_the_peer_is_compared_with_ours_of_as_many_terms():
     rows["SOC, 3 terms"], rows["orthogonium adaptive SOC"] = rows["orthogonium AOC"], rows["AOC"]
     wins = command("overhead").peer_wins(data)
     assert any(
-        "training step: adaptive SOC of orthogonium takes 1.5 s, ours 6 s (4.00x, 3 turns)." in win for win in wins
+        "training step: adaptive SOC of orthogonium takes 1.5 s, ours (SOC, 3 terms) 6 s (4.00x, 3 turns)." in win
+        for win in wins
     )
     assert any("peak memory of evaluation: adaptive SOC" in win for win in wins)
 
@@ -111,7 +112,7 @@ def test_targets_stand_next_to_what_was_measured():
     assert verdicts["share of orthogonium's added time"] == ["0.167", "0.100", "3", "0.100 to 0.100", "yes", ""]
     assert verdicts["training step"] == ["1.600", "1.500", "3", "1.500 to 1.500", "yes", ""]
     assert verdicts["evaluation"] == ["1.020", "1.100", "3", "1.100 to 1.100", "**no**", ""]
-    assert verdicts["peak memory"] == ["1.050", "1.040", "3", "1.027 to 1.050", "yes", ""]
+    assert verdicts["peak memory of training"] == ["1.050", "1.040", "3", "1.027 to 1.050", "yes", ""]
 
 
 def test_kernels_have_a_share_of_their_own():
@@ -123,6 +124,18 @@ def test_kernels_have_a_share_of_their_own():
         "share of orthogonium's added time": "0.100",
         "share of orthogonium's added time, kernels alone": "0.200",
     }
+
+
+def test_shares_are_told_for_every_orthogonalizer_of_the_peer():
+    data = overhead()
+    rows = data["resnet34"][0]["rows"]
+    rows["orthogonium AOC, QR"] = {**rows["orthogonium AOC"], "train": [3.0] * 3}
+    *_, targets = command("overhead").describe(data)
+    assert {row[0].split(": ")[1]: row[2::3] for row in targets.rows if "share" in row[0]} == {
+        "share of orthogonium's added time": ["0.100", "yes"],
+        "share of orthogonium's added time, QR": ["0.250", "**no**"],
+    }
+    assert "**" not in targets.text()
 
 
 def test_a_machine_that_became_slower_is_seen():
@@ -156,7 +169,7 @@ def test_evaluation_and_memory_have_targets_in_every_network():
     data = overhead(aoc_eval=1.1)
     data["resnet34"][0]["network"] = "depthwise"
     *_, targets = command("overhead").describe(data)
-    assert [row[0].split(": ")[1] for row in targets.rows][1:] == ["evaluation", "peak memory"]
+    assert [row[0].split(": ")[1] for row in targets.rows][1:] == ["evaluation", "peak memory of training"]
 
 
 def test_a_peak_after_few_steps_is_said_so():
@@ -281,9 +294,19 @@ def test_what_no_run_can_do_is_refused_before_it_starts(line, monkeypatch, tmp_p
     assert refused.value.code == 2
 
 
+def test_a_stride_that_does_not_divide_the_map_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["methods", "--size", "15", "--out", str(tmp_path / "x.json")])
+    assert "--size 15 must be even" in capsys.readouterr().err
+
+
+def test_libraries_that_did_not_take_part_are_named():
+    assert "* orthogonium, QR: not part of this run" in to_text(command("recipe").describe(DATA["recipe"]()))
+
+
 def test_a_result_that_cannot_be_described_is_not_lost(tmp_path, monkeypatch):
     monkeypatch.setattr(command("counts"), "plan", lambda arguments: {"odd": 1})
-    with pytest.raises(AttributeError):
+    with pytest.raises(TypeError):
         main(["counts", "--out", str(tmp_path / "counts.json")])
     assert json.loads((tmp_path / "counts.json").read_text())["data"] == {"odd": 1}
 

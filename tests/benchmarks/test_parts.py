@@ -1,13 +1,10 @@
 import json
-import subprocess
-import sys
-import time
+import os
 
 import pytest
 from benchmarks.__main__ import main
 from benchmarks.commands import command
 from benchmarks.parts import Parts
-from benchmarks.processor import foreign_seconds
 
 from benchmarks import page
 
@@ -187,22 +184,30 @@ def test_nothing_is_left_to_resume_if_only_the_terminal_is_gone(tmp_path, renewa
 
 
 def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch):
-    def full(content, path):
-        raise OSError(28, "cannot write x.json.parts: No space left on device")
+    def full(path, text):
+        raise OSError(28, f"cannot write {path}: No space left on device")
 
     monkeypatch.setattr(command("counts"), "plan", Measured().plan)
-    monkeypatch.setattr("benchmarks.results.write", full)
+    monkeypatch.setattr("benchmarks.results.write_whole", full)
     with pytest.raises(SystemExit) as stopped:
         main(["counts", "--out", str(tmp_path / "x.json")])
-    assert "No space left on device" in str(stopped.value.code)
+    assert "x.json.parts: No space left on device" in str(stopped.value.code)
     assert "--resume" not in str(stopped.value.code)
 
 
-@pytest.mark.skipif(foreign_seconds() is None, reason="the system does not tell")
-def test_other_programs_are_noticed(tmp_path, capsys):
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
-        parts = Parts(tmp_path / "x.json", ABOUT)
-        parts.carry_out({"rest": lambda: time.sleep(1)})
-        other.kill()
-    assert parts.spent["others"] > 0
-    assert "of the processor during rest: do not trust its times" in capsys.readouterr().err
+def test_others_that_took_much_are_noticed_and_added_up(tmp_path, monkeypatch, capsys):
+    cores = os.cpu_count()
+    counted = iter([10.0, 10.0 + 100 * cores, 200.0, 200.0])
+    clock = iter([0.0, 400.0, 1000.0, 1600.0])
+    monkeypatch.setattr("benchmarks.parts.foreign_seconds", lambda: next(counted))
+    monkeypatch.setattr("benchmarks.parts.time.perf_counter", lambda: next(clock))
+    first = Parts(tmp_path / "x.json", ABOUT)
+    first.carry_out({"loud": lambda: 1})
+    assert "others took 25% of the processor during loud: its times may be off" in capsys.readouterr().err
+    second = Parts(tmp_path / "x.json", ABOUT)
+    second.read(resume=True)
+    second.carry_out({"loud": lambda: 1, "quiet": lambda: 2})
+    assert second.spent == {"seconds": 1000.0, "others": 0.1, "disturbed": {"loud": 0.25}}
+    assert not capsys.readouterr().err.count("others took")
+    shown = page._took(second.spent)
+    assert shown == "16.7 minutes (other programs, system and host took 10.0% of the processor; 25% during loud)"

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks import results
 
-SPENT = {"seconds": 1.0, "others": None}
+SPENT = {"seconds": 1.0, "others": None, "disturbed": {}}
 
 
 def test_a_result_says_where_it_comes_from():
@@ -65,7 +65,7 @@ def test_nothing_but_a_result_of_the_same_command_is_replaced(tmp_path):
 @pytest.mark.parametrize(("line", "missing"), [("a --budget 5", []), ("a", ["orthogonium is not installed"])])
 def test_a_result_of_another_kind_of_run_is_kept(tmp_path, line, missing):
     path = tmp_path / "x.json"
-    old, new = {"line": "a", "missing": []}, {"line": line, "missing": missing}
+    old, new = {"line": "a", "missing": [], "quick": False}, {"line": line, "missing": missing, "quick": False}
     results.write(old, path)
     assert results.set_aside(path, old) is None
     first = results.set_aside(path, new)
@@ -74,6 +74,8 @@ def test_a_result_of_another_kind_of_run_is_kept(tmp_path, line, missing):
     results.write(new, path)
     second = results.set_aside(path, old)
     assert [json.loads(kept.read_text()) for kept in (first, second)] == [old, new]
+    results.write({**old, "quick": True}, path)
+    assert results.set_aside(path, new) is None
 
 
 def test_two_results_of_one_command_are_refused(tmp_path):
