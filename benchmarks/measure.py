@@ -37,8 +37,7 @@ def interleaved(
     Args:
         calls: what to time; each runs once before, which does not count.
         rounds: samples of each.
-        patience: a call whose samples have taken more seconds than this is sampled no more; if it takes longer by
-            itself, the first run is its sample.
+        patience: a call whose samples have taken more seconds than this is sampled no more; it has one in any case.
         always: calls that are sampled in every turn, however long they take.
         label: of the progress bar.
     """
@@ -47,9 +46,9 @@ def interleaved(
     for number in track(range(rounds + 1), label or "timing", rounds + 1):
         for name in order:
             taken, limit = times[name], math.inf if name in always else patience
-            if not taken or sum(taken) < limit:
+            if sum(taken) < limit:
                 seconds = _seconds(calls[name])
-                if number or seconds > limit:
+                if number:  # what is built and kept, and memory that is new, belong to the run before
                     taken.append(seconds)
         shuffle(order)
     return times

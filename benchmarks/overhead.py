@@ -16,13 +16,13 @@ iterates until it has converged. Our SOC is exact to 1e-6 by nine terms, applied
 as adaptive SOC, and an error of up to 0.052. SOC and orthogonium's BCOP have the next odd kernel size in the place of
 an even one.
 
-All variants take turns. After 20 s of steps, or 10 s of evaluations, a variant is sampled no more, and one that takes
-longer than that has its first run as the only sample; but Conv2d and the AOC of both libraries stay for five turns of
-steps and ten of evaluations, and those that the targets are about go on alone for more. Memory is the peak of a fresh
-process for each variant, interpreter included, in three steps or as many as it has begun after half a minute. In
-evaluation our layers keep the free tensors besides the kernels; ``ts.to_torch`` keeps only the kernels. "saved" is what
-autograd keeps for backward. Steps are those of SGD without momentum, which has no state of its own; the look of our
-layers at their free tensors, every 64 steps, is not among them.
+All variants take turns, after one that does not count. A variant that has taken 20 s for steps, or 10 s for
+evaluations, is sampled no more; but Conv2d and the AOC of both libraries stay for five turns of steps and ten of
+evaluations, and those that the targets are about go on alone for more. Memory is the peak of a fresh process for each
+variant, interpreter included, in three steps or as many as it has begun after half a minute. In evaluation our layers
+keep the free tensors besides the kernels; ``ts.to_torch`` keeps only the kernels. "saved" is what autograd keeps for
+backward. Steps are those of SGD without momentum, which has no state of its own; the look of our layers at their free
+tensors, every 64 steps, is not among them.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from benchmarks.report import (
     Part,
     Plot,
     Table,
+    absent,
     better_peer,
     failures,
     megabytes,
@@ -114,14 +115,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Raw samples, network by network.
+    """Raw samples, for each network by batch.
 
     Raises:
         ValueError: if that is nothing.
     """
     cases, chosen, limits = _chosen_cases(arguments), _chosen_variants(arguments), _limits(arguments)
     return {
-        network: partial(_measure_network, [case for case in cases if case.network == network], chosen, limits)
+        network: _by_batch([case for case in cases if case.network == network], chosen, limits)
         for network in dict.fromkeys(case.network for case in cases)
     }
 
@@ -157,15 +158,19 @@ def _limits(arguments: argparse.Namespace) -> Limits:
     )
 
 
-def _measure_network(cases: list[Case], chosen: list[str], limits: Limits) -> list[dict[str, Any]]:
-    """Samples of each case; what fails with a batch, or takes very long, is not tried with a larger one."""
-    found: list[dict[str, Any]] = []
+def _by_batch(cases: list[Case], chosen: list[str], limits: Limits) -> list[Call]:
+    """A part for each case, the smallest batch first.
+
+    What fails with a batch, or takes very long, is not tried with a larger one in the same run.
+    """
     failed: dict[str, str] = {}
-    for case in sorted(cases):
+
+    def measure(case: Case) -> dict[str, Any]:
         rows = _measure_case(case, chosen, limits, failed)
-        found.append({**case._asdict(), "rows": rows})
-        failed = {name: _why_not_larger(case, row) for name, row in rows.items()}
-    return found
+        failed.update({name: _why_not_larger(case, row) for name, row in rows.items()})
+        return {**case._asdict(), "rows": rows}
+
+    return [partial(measure, case) for case in sorted(cases)]
 
 
 def _why_not_larger(case: Case, row: dict[str, Any]) -> str:
@@ -273,7 +278,7 @@ def describe(data: dict[str, Any]) -> list[Part]:
     for case, rows in _cases(data):
         samples = _samples(rows)
         parts += [_table(case, samples)] if REFERENCE in samples else [f"No table of {case}:"]
-        parts += failures({**rows, **_not_evaluated(rows)})
+        parts += [*failures({**rows, **_not_evaluated(rows)}), *absent(VARIANTS, rows)]
         parts += [*_fewer_passes(rows), *_spread(rows)]
         parts += _operations(rows)
         parts += [_plot(case, samples)] if REFERENCE in samples and len(samples) > 1 else []

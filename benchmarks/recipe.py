@@ -26,7 +26,7 @@ from benchmarks import peers
 from benchmarks.measure import Call
 from benchmarks.networks import exchange
 from benchmarks.options import amount, cifar10
-from benchmarks.report import CERTIFIED, Part, Plot, accuracy_table, better_trained, failures
+from benchmarks.report import CERTIFIED, Part, Plot, absent, accuracy_table, better_trained, failures
 from benchmarks.training import Task, certificate
 from trysquare.progress import track
 from trysquare.training import build
@@ -135,8 +135,8 @@ def describe(data: dict[str, Any]) -> list[Part]:
         for library, row in works.items()
     }
     plot = Plot("recipe", title, series, "minutes of training", CERTIFIED)
-    absent = {library: {"error": "not part of this run"} for library in LIBRARIES if library not in data["rows"]}
-    return [accuracy_table("layers", title, ends), *failures({**data["rows"], **absent}), plot]
+    table = accuracy_table("layers", title, ends)
+    return [table, *failures(data["rows"]), *absent(LIBRARIES, data["rows"]), plot]
 
 
 def peer_wins(data: dict[str, Any]) -> list[str]:

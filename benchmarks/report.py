@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -228,6 +228,12 @@ def failures(rows: Mapping[str, Any]) -> list[str]:
     """A list of the rows that are an error in place of numbers, if there are any."""
     lines = [f"* {name}: {row['error']}" for name, row in rows.items() if "error" in row]
     return ["\n".join(["Not in the table:", "", *lines])] if lines else []
+
+
+def absent(contestants: Iterable[str], rows: Mapping[str, Any]) -> list[str]:
+    """A sentence on the contestants that there are, but not in this result."""
+    names = [name for name in contestants if name not in rows]
+    return [f"Not part of this run: {'; '.join(names)}."] if names else []
 
 
 def accuracy_table(

@@ -41,8 +41,14 @@ def test_calls_that_take_too_long_are_sampled_less(monkeypatch):
     slow["slower"] = lambda: calls.append("slower") or 30.0
     samples = interleaved(slow, 6, patience=20.0)
     assert {name: len(taken) for name, taken in samples.items()} == {"slow": 2, "slower": 1, "fast": 6}
-    assert calls.count("slow") == 3  # the first does not count
-    assert calls.count("slower") == 1  # but here
+    assert (calls.count("slow"), calls.count("slower")) == (3, 2)  # the first does not count
+    assert len(interleaved(slow, 6, patience=20.0, always=("slower",))["slower"]) == 6
+
+
+def test_a_first_run_that_builds_what_is_kept_is_no_sample(monkeypatch):
+    monkeypatch.setattr(measure, "_seconds", lambda call: call())
+    seconds = iter([30.0, 1.0, 1.0, 1.0])
+    assert interleaved({"cached": lambda: next(seconds)}, 3, patience=20.0) == {"cached": [1.0, 1.0, 1.0]}
 
 
 def test_a_ratio_is_within_turns():

@@ -28,9 +28,13 @@ def tried(monkeypatch):
     return started
 
 
+def measured(*arguments):
+    return [part() for part in overhead._by_batch(*arguments)]
+
+
 def test_what_fails_with_a_batch_is_not_tried_with_a_larger_one(tried):
     cases = [Case("resnet34", 4, batch) for batch in (8, 2)]
-    found = overhead._measure_network(cases, ["Conv2d", "SOC"], LIMITS)
+    found = measured(cases, ["Conv2d", "SOC"], LIMITS)
     assert [entry["batch"] for entry in found] == [2, 8]
     assert [entry["rows"]["SOC"] for entry in found] == [{"error": "not ready (batch 2)"}] * 2
     assert [batch for batch, variant in tried if variant == "SOC"] == [2]
@@ -39,7 +43,7 @@ def test_what_fails_with_a_batch_is_not_tried_with_a_larger_one(tried):
 def test_what_takes_very_long_is_not_tried_with_a_larger_batch(tried, monkeypatch):
     monkeypatch.setattr(overhead, "SLOW_STEP", 0.0)
     cases = [Case("resnet34", 4, batch) for batch in (2, 8)]
-    found = overhead._measure_network(cases, ["Conv2d"], LIMITS)
+    found = measured(cases, ["Conv2d"], LIMITS)
     assert "train" in found[0]["rows"]["Conv2d"]
     assert found[1]["rows"] == {"Conv2d": {"error": "a step with batch 2 takes 0 s"}}
 
@@ -71,12 +75,13 @@ def test_what_can_only_be_trained_has_a_row(monkeypatch, tried):
         return {"peak": 2, "saved": 1}
 
     monkeypatch.setattr(overhead, "in_child", child)
-    data = {"resnet34": overhead._measure_network([Case("resnet34", 4, 2)], ["Conv2d", "SOC"], LIMITS)}
-    table, missing, spread, operations, plot, *_ = overhead.describe(data)
+    data = {"resnet34": measured([Case("resnet34", 4, 2)], ["Conv2d", "SOC"], LIMITS)}
+    table, missing, absent, spread, operations, plot, *_ = overhead.describe(data)
     assert "train" in data["resnet34"][0]["rows"]["SOC"]
     assert table.rows[1][0] == "SOC"
     assert table.rows[1][3:5] == ["", ""]
     assert "* SOC, evaluation: not ready (batch 2)" in missing
+    assert absent.startswith("Not part of this run: Conv2d, our padding; AOC; ")
     assert spread == "Peaks in training of processes of one variant differ by up to 0%."
     assert operations.startswith("Operations of torch in an evaluation: ")
     assert "with Conv2d (" in operations
@@ -85,7 +90,7 @@ def test_what_can_only_be_trained_has_a_row(monkeypatch, tried):
 
 
 def test_samples_that_were_taken_are_kept(tried):
-    row = overhead._measure_network([Case("resnet34", 4, 2)], ["Conv2d", "Cayley"], LIMITS)[0]["rows"]["Cayley"]
+    row = measured([Case("resnet34", 4, 2)], ["Conv2d", "Cayley"], LIMITS)[0]["rows"]["Cayley"]
     assert row["memory_train"] == row["memory_eval"] == [{"peak": 2, "saved": 1}]
     assert len(row["train"]) == 1
 

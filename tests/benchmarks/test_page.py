@@ -301,7 +301,7 @@ def test_a_stride_that_does_not_divide_the_map_is_refused(tmp_path, capsys):
 
 
 def test_libraries_that_did_not_take_part_are_named():
-    assert "* orthogonium, QR: not part of this run" in to_text(command("recipe").describe(DATA["recipe"]()))
+    assert "Not part of this run: orthogonium, QR." in to_text(command("recipe").describe(DATA["recipe"]()))
 
 
 def test_a_result_that_cannot_be_described_is_not_lost(tmp_path, monkeypatch):
