@@ -3,9 +3,9 @@
 Each row of numbers is fitted by a power, least squares on logarithmic scales: time ~ channels ** exponent; "none" where
 that explains less than 90 % of the variance, as where times jump. The overhead is what a training step of ResNet-18
 takes longer than with ``nn.Conv2d``, as a share of that; its power is fitted where it is more than noise, 2 %. On Linux
-a map of 32 MiB or more, as at batch 128, is memory that the C library asks for anew each time: of the 3.3 to 3.8 s of a
-plain step there 1.7 to 1.9 were the system's, and with ``MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184`` it
-took 2.3 to 2.7 s.
+a map of 32 MiB or more, as at batch 128, is memory that the C library asks for anew each time: apart from this run, of
+the 3.3 to 3.8 s of a plain step there 1.7 to 1.9 were the system's, and it took 2.3 to 2.7 s with the environment
+``MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184``.
 """
 
 from __future__ import annotations
