@@ -18,10 +18,9 @@ an even one.
 
 All variants take turns, after one that does not count. A variant that has taken 20 s for steps, or 10 s for
 evaluations, is sampled no more; but Conv2d and the AOC of both libraries stay for five turns of steps and ten of
-evaluations, and those that the targets are about go on alone for more. (The run of 2026-11-16 was sampled otherwise:
-for 50 and 25 s, Conv2d and AOC too, and what takes longer than that at once has its first run as the sample.) Memory is
-the peak of a fresh process for each variant, interpreter included, in three steps or as many as it has begun after half
-a minute. In evaluation our layers keep the free tensors besides the kernels; ``ts.to_torch`` keeps only the kernels.
+evaluations, and those that the targets are about go on alone for more. Memory is the peak of a fresh process for each
+variant, interpreter included, in three steps or as many as it has begun after half a minute. In evaluation our layers
+keep the free tensors besides the kernels; ``ts.to_torch`` keeps only the kernels.
 "saved" is what autograd keeps for backward. Steps are those of SGD without momentum, which has no state of its own; the
 look of our layers at their free tensors, every 64 steps, is not among them.
 """
