@@ -18,11 +18,16 @@ an even one.
 
 All variants take turns, after one that does not count. A variant that has taken 20 s for steps, or 10 s for
 evaluations, is sampled no more; but Conv2d and the AOC of both libraries stay for five turns of steps and ten of
-evaluations, and those that the targets are about go on alone for more. Memory is the peak of a fresh process for each
-variant, interpreter included, in three steps or as many as it has begun after half a minute. In evaluation our layers
-keep the free tensors besides the kernels; ``ts.to_torch`` keeps only the kernels.
-"saved" is what autograd keeps for backward. Steps are those of SGD without momentum, which has no state of its own; the
-look of our layers at their free tensors, every 64 steps, is not among them.
+evaluations, and those that the targets are about go on alone for more. Memory is the peak of a fresh process,
+interpreter included, in three steps or as many as it has begun after half a minute: of three processes of Conv2d and
+our AOC, of one or two of what has taken 20 s by then, with which differences below the spread of peaks say nothing. In
+evaluation our layers keep the free tensors besides the kernels; ``ts.to_torch`` keeps only the kernels. "saved" is what
+autograd keeps for backward. Steps are those of SGD without momentum, which has no state of its own; the look of our
+layers at their free tensors, every 64 steps, is not among them.
+
+Among the targets, a share is what our AOC adds to a step of Conv2d, of what orthogonium's adds; "kernels alone" is what
+it adds to "Conv2d, our padding", of the same. A share is negative where ours took less than Conv2d, and inf in a turn
+in which orthogonium's did.
 """
 
 from __future__ import annotations
@@ -65,9 +70,9 @@ class Limits(NamedTuple):
 
     Attributes:
         rounds: samples of each time.
-        processes: samples of each peak of memory.
-        patience: seconds of steps after which a variant is sampled no more, half of it for evaluations; once in any
-            case, and in every turn if the targets compare it.
+        processes: samples of each peak of memory, at most.
+        patience: seconds of steps or processes after which a variant is sampled no more, half of it for evaluations;
+            once in any case. What the targets are about has all samples, what they compare it with all times.
         seconds: time of a process.
         gigabytes: memory of a process.
     """
@@ -109,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="; ".join(VARIANTS))
     parser.add_argument("--rounds", type=count, help="samples of each time; 5 (--quick: 2)")
     parser.add_argument("--patience", type=amount, help="seconds after which a slow variant is sampled no more; 20")
-    parser.add_argument("--processes", type=count, help="samples of each peak of memory; 3 (--quick: 1)")
+    parser.add_argument("--processes", type=count, help="samples of a peak of memory, at most; 3 (--quick: 1)")
     parser.add_argument("--memory", type=amount, help="gigabytes that a network may take; 70 %% of the machine's")
     parser.add_argument("--limit", type=amount, help="seconds for a process of up to three steps; 300 (--quick: 100)")
 
@@ -299,9 +304,12 @@ def _fewer_passes(rows: dict[str, Any]) -> list[Part]:
 
 def _spread(rows: dict[str, Any]) -> list[Part]:
     """By how much peaks of processes that did the same differ."""
-    peaks = [[sample["peak"] for sample in row.get("memory_train", [])] for row in rows.values()]
-    spreads = [max(taken) / min(taken) - 1 for taken in peaks if len(taken) > 1]
-    return [f"Peaks in training of processes of one variant differ by up to {max(spreads):.0%}."] if spreads else []
+    found = []
+    for mode, what in (("train", "training"), ("eval", "evaluation")):
+        peaks = [[sample["peak"] for sample in row.get(f"memory_{mode}", [])] for row in rows.values()]
+        spreads = [max(taken) / min(taken) - 1 for taken in peaks if len(taken) > 1]
+        found += [f"{max(spreads):.0%} in {what}"] if spreads else []
+    return [f"Peaks of processes of one variant differ by up to {' and '.join(found)}."] if found else []
 
 
 def _operations(rows: dict[str, Any]) -> list[Part]:

@@ -55,7 +55,7 @@ def _as_written_now(name: str) -> Iterator[None]:
     """Say whose result is not what its command writes."""
     try:
         yield
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         what = f"damaged, or of another version of the benchmark ({type(error).__name__}: {error})"
         raise ValueError(f"the result of {name} is {what}: run python -m benchmarks {name} again") from error
 

@@ -210,7 +210,7 @@ def read_one(path: Path) -> dict[str, Any]:
         result = json.loads(path.read_text())
         lost = [name for name in FIELDS if name not in result]
         if lost:
-            raise KeyError(f"it has no {', '.join(lost)}")
+            raise ValueError(f"it has no {', '.join(lost)}")
         if result["command"] in TITLES:
             return result  # type: ignore[no-any-return]
     except (ValueError, TypeError, KeyError) as error:

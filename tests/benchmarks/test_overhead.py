@@ -82,7 +82,7 @@ def test_what_can_only_be_trained_has_a_row(monkeypatch, tried):
     assert table.rows[1][3:5] == ["", ""]
     assert "* SOC, evaluation: not ready (batch 2)" in missing
     assert absent.startswith("Not part of this run: Conv2d, our padding; AOC; ")
-    assert spread == "Peaks in training of processes of one variant differ by up to 0%."
+    assert spread == "Peaks of processes of one variant differ by up to 0% in training and 0% in evaluation."
     assert operations.startswith("Operations of torch in an evaluation: ")
     assert "with Conv2d (" in operations
     assert plot.series["evaluation"] == ([], [])

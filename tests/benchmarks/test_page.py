@@ -106,6 +106,11 @@ def test_noise_is_no_win():
     assert wins([1.1, 1.1, 1.1, 1.1, 0.9], [1.0] * 5)
 
 
+def test_a_win_is_told_by_the_turns_that_both_have():
+    told = better_peer("peak", "AOC", "MB", 1.0, [833.0, 766.0, 821.0], [814.0])
+    assert told == ["peak: AOC of orthogonium takes 814 MB, ours 833 MB (1.02x, 1 turn)."]
+
+
 def test_targets_stand_next_to_what_was_measured():
     *_, targets = command("overhead").describe(overhead(aoc_eval=1.1))
     verdicts = {row[0].split(": ")[1]: row[1:] for row in targets.rows}
@@ -233,6 +238,15 @@ def test_results_of_another_version_are_named(tmp_path, capsys):
         "of another version of the benchmark (KeyError: 'groups'): run python -m benchmarks kernels"
         in capsys.readouterr().err
     )
+
+
+def test_a_time_of_nothing_is_named(tmp_path, capsys):
+    data = DATA["overhead"]()
+    data["resnet34"][0]["rows"]["Conv2d"]["train"][0] = 0.0
+    results.write(result("overhead", data), tmp_path / "overhead.json")
+    with pytest.raises(SystemExit):
+        main(["page", "--results", str(tmp_path), "--page", str(tmp_path / "page.md")])
+    assert "the result of overhead is damaged" in capsys.readouterr().err
 
 
 def test_a_result_without_samples_is_named(tmp_path, capsys):
