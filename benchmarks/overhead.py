@@ -19,15 +19,15 @@ an even one.
 All variants take turns, after one that does not count. A variant that has taken 20 s for steps, or 10 s for
 evaluations, is sampled no more; but Conv2d and the AOC of both libraries stay for five turns of steps and ten of
 evaluations, and those that the targets are about go on alone for more. Memory is the peak of a fresh process,
-interpreter included, in three steps or as many as it has begun after half a minute: of three processes of Conv2d and
-our AOC, of one or two of what has taken 20 s by then, with which differences below the spread of peaks say nothing. In
-evaluation our layers keep the free tensors besides the kernels; ``ts.to_torch`` keeps only the kernels. "saved" is what
-autograd keeps for backward. Steps are those of SGD without momentum, which has no state of its own; the look of our
-layers at their free tensors, every 64 steps, is not among them.
+interpreter included, in three steps or as many as it has begun after half a minute; there are three processes, fewer
+if those took 20 s, but always three of Conv2d, "our padding" and our AOC. Differences below the spread of peaks, which
+stands below each table, say little. In evaluation our layers keep the free tensors besides the kernels; ``ts.to_torch``
+keeps only the kernels. "saved" is what autograd keeps for backward. Steps are those of SGD without momentum, which has
+no state of its own; the look of our layers at their free tensors, every 64 steps, is not among them.
 
 Among the targets, a share is what our AOC adds to a step of Conv2d, of what orthogonium's adds; "kernels alone" is what
-it adds to "Conv2d, our padding", of the same. A share is negative where ours took less than Conv2d, and inf in a turn
-in which orthogonium's did.
+it adds to "Conv2d, our padding", of the same. It is the quotient of the medians of what is added, since single turns
+are noise. A share is negative where ours adds nothing, and inf in a turn in which orthogonium's does not.
 """
 
 from __future__ import annotations

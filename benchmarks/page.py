@@ -79,7 +79,9 @@ def render(found: dict[str, dict[str, Any]]) -> str:
         "",
         f"Found in the data, section by section: less time or memory than ours of the same method, by more than "
         f"{NOISE - 1:.0%} and in three turns out of four; a share of the test images larger by more than "
-        f"{100 * AHEAD:g} points; smaller errors, beyond rounding; what only the peer could do.",
+        f"{100 * AHEAD:g} points; smaller errors, beyond rounding; what only the peer could do. Only turns that both "
+        "have are compared, so that figures may differ from those of the tables; of one turn, or of peaks of memory, "
+        "some may be noise.",
         "",
         *_wins(found),
     ]

@@ -177,14 +177,13 @@ def better_peer(
         unit: in which it is said.
         scale: of the samples to that unit.
         ours: samples.
-        theirs: taken in the same turns, as far as there are; ours of further turns do not count.
+        theirs: taken in the same turns; further turns of one alone do not count.
         own_name: what we call it, if not the same.
     """
     turns = ratios(ours, theirs)
     if not _beyond_noise(turns):
         return []
-    compared = (samples[: len(turns)] for samples in (theirs, ours))
-    theirs_taken, ours_taken = (f"{_short(scale * median(samples))} {unit}" for samples in compared)
+    theirs_taken, ours_taken = (f"{_short(scale * median(samples[: len(turns)]))} {unit}" for samples in (theirs, ours))
     who = "ours" if own_name in (None, name) else f"ours ({own_name})"
     count = f"{len(turns)} turn{'s' if len(turns) > 1 else ''}"
     return [

@@ -213,6 +213,6 @@ def read_one(path: Path) -> dict[str, Any]:
             raise ValueError(f"it has no {', '.join(lost)}")
         if result["command"] in TITLES:
             return result  # type: ignore[no-any-return]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is not a result: {error}") from error
     raise ValueError(f"{path} is not a result of {', '.join(TITLES)}")

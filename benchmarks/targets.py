@@ -38,7 +38,7 @@ def table(cases: Iterable[tuple[Case, dict[str, Samples]]]) -> list[Part]:
 def _shares(case: Case, samples: dict[str, Samples]) -> list[list[str]]:
     """What ours adds of the time that the peer adds, with each of its orthogonalizers.
 
-    And, next to its default, what our kernels add: without what our padding gains.
+    And what our kernels add: without what our padding gains.
     """
     rows = []
     plain, aoc = samples[REFERENCE]["train"], samples["AOC"]["train"]
@@ -46,7 +46,7 @@ def _shares(case: Case, samples: dict[str, Samples]) -> list[list[str]]:
         peer, way = samples[rival]["train"], rival.removeprefix("orthogonium AOC")
         name = f"{case}: share of orthogonium's added time{way}"
         rows.append(_share_row(name, aoc, plain, peer, plain))
-        if PADDED in samples and not way:
+        if PADDED in samples:
             rows.append(_share_row(f"{name}, kernels alone", aoc, samples[PADDED]["train"], peer, plain))
     return rows
 

@@ -230,6 +230,12 @@ def test_damaged_results_are_named_and_the_page_stays(tmp_path, capsys, content)
     assert (tmp_path / "page.md").read_text() == "old"
 
 
+def test_what_a_result_lacks_is_named(tmp_path):
+    (tmp_path / "bad.json").write_text('{"data": 1}')
+    with pytest.raises(ValueError, match=r"bad.json is not a result: it has no command, line, "):
+        results.read_one(tmp_path / "bad.json")
+
+
 def test_results_of_another_version_are_named(tmp_path, capsys):
     results.write({**result("kernels"), "data": {"square": []}}, tmp_path / "kernels.json")
     with pytest.raises(SystemExit):
