@@ -150,7 +150,7 @@ def certificate(model: nn.Module, task: Task) -> dict[str, Any]:
     """Accuracy, and certified accuracy at the usual radii, on the test images."""
     images, labels = task.test()
     found = ts.certify(
-        peers.with_plain_layers(model), (images, labels), epsilons=EPSILONS, float64_samples=min(256, len(images))
+        peers.with_plain_layers(model), (images, labels), epsilons=EPSILONS, measured_samples=256
     )
     return {
         "accuracy": found.clean_accuracy,

@@ -27,7 +27,7 @@ from trysquare.certification import (
 )
 from trysquare.export import with_fixed_weights
 from trysquare.files import or_infinite, without_infinities
-from trysquare.lipschitz.follow import input_like
+from trysquare.lipschitz import input_like
 from trysquare.progress import track
 
 Box = tuple[float, float] | None
@@ -475,7 +475,7 @@ def attack_report(
         part = slice(start, start + len(labels))
         if not torch.equal(labels.cpu().long(), certificate.labels[part]):
             raise ValueError(f"samples {part.start} to {part.stop - 1} do not have the labels of the certificate")
-        results.append(_attack_batch(model, images, labels, certificate.radii[part], radii, attack, box))
+        results.append(_attack_batch(model, images, labels, certificate.program_radii[part], radii, attack, box))
         start = part.stop
     if start != len(certificate.radii):
         raise ValueError(f"the certificate is of {len(certificate.radii)} samples, the data has {start}")
@@ -485,10 +485,10 @@ def attack_report(
 
 
 def _report(certificate: Certificate, radii: tuple[float, ...], found: Tensor, answers: Tensor) -> AttackReport:
-    broken = (found < certificate.radii).nonzero().flatten().tolist()
+    broken = (found < certificate.program_radii).nonzero().flatten().tolist()
     violations = tuple(
         Violation(
-            i, float(certificate.radii[i]), float(found[i]), int(certificate.labels[i]), int(answers[i])
+            i, float(certificate.program_radii[i]), float(found[i]), int(certificate.labels[i]), int(answers[i])
         )
         for i in broken
     )  # fmt: skip

@@ -1,39 +1,33 @@
 """From logits to certified radii, and from a model and its data to a certificate.
 
-What is proved. Let ``f`` be the function that the model's weights define in exact arithmetic, and ``x`` an image that
-it sees (pixels before any scaling in front of the network, rounded to the model's dtype). No ``x'`` with ``|x' - x|``
-below the radius of ``x`` is given another class by ``f``. The Lipschitz constants come from ``trysquare.lipschitz``,
-the margins from the logits of the model less the difference that was measured to a float64 evaluation with the same
-weights. That has rounding errors of its own, which are taken to be at most 1e-12 of the largest logit: ten thousand
-units in the last place.
+What is proved. Let ``f`` be the function that the model's calls and weights define in exact arithmetic, and ``x`` an
+image that it sees (pixels before any scaling in front of the network, rounded to the model's dtype). No ``x'`` with
+``|x' - x|`` below the radius of ``x`` is given another class by ``f``. The Lipschitz constants come from
+``trysquare.lipschitz``, the margins from an evaluation of the same calls in float64, less a bound on the rounding errors
+of that evaluation (``trysquare.lipschitz.ExactEvaluation``).
 
-What is measured, not proved. The model as it runs has rounding errors at ``x'`` too. A multiple of the largest error
-that was seen on the data and on noisy copies of it is taken off every margin for them, and one rounding of the logits
-in any case; worse rounding at some ``x'`` is not excluded. Fourier
-layers are built anew in float64, so for them the measured error includes that of their weights.
+What is measured, not proved. The model as it runs has rounding errors of its dtype, at ``x`` and at ``x'``. How far its
+margins are from those in float64 is measured on some of the images and on noisy copies of them, and reported beside the
+radii: ``program_radii`` are those with twice the largest difference that was seen taken off the margins too.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from trysquare.export import with_fixed_weights
 from trysquare.files import or_infinite, without_infinities
-from trysquare.linalg.margins import least_radius
-from trysquare.linalg.precision import autocast_dtype
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF
-from trysquare.lipschitz import follow_classifier
-from trysquare.lipschitz.follow import input_like
+from trysquare.lipschitz import BATCH, Analysis, ExactEvaluation, analyse, input_like
 from trysquare.losses import check_batch
 from trysquare.operators import checked_weight, used_weight
 from trysquare.progress import track
@@ -43,13 +37,11 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 Data = Batches | Dataset[Any] | tuple[Tensor, Tensor]
 
 # Quotients and roots in float64, rounded the safe way.
-_ROUND_DOWN = 1 - 16 * UNIT_ROUNDOFF
+_ROUND_DOWN = 1 - 32 * UNIT_ROUNDOFF
 _SQRT2_UP = math.nextafter(math.sqrt(2), 2)
-_SHORTER = (torch.float32, torch.float16, torch.bfloat16)
-# Error of an evaluation in float64, relative to the largest logit.
-_FLOAT64_ERROR = 1e-12
-# On the CPU, torch's convolutions in float64 unfold the whole batch: with large kernels that is 100 MB for each image.
-_FLOAT64_IMAGES = 16
+# Images that the model as it runs is compared with float64 on, and numbers that a call on a batch of them may make.
+_MEASURED_SAMPLES = 512
+_FLOAT64_NUMBERS = 1 << 24
 
 
 def certified_radius(
@@ -87,29 +79,55 @@ def certified_radius(
     """
     classes = _checked_labels(labels, logits)
     values = _checked_logits(logits)
+    lipschitz = float(lipschitz)
     if not lipschitz >= 0:
         raise ValueError(f"lipschitz={lipschitz!r} must be a number, at least 0")
     if head is None:
         pairs = torch.full((values.shape[1],) * 2, _SQRT2_UP, dtype=torch.float64)
     else:
         pairs = pairwise_distances(_head_weight(head, values.shape[1]))
-    constants = torch.where(pairs > 0, lipschitz * pairs * (1 + 2 * UNIT_ROUNDOFF), 0.0)
-    return _radii(values, classes, constants, error)
+    # Differences of the largest numbers would overflow.
+    shrink = 1 if len(values) and float(values.abs().max()) > 2.0**1000 else 0
+    errors = _checked_errors(error, len(values)) * 0.5**shrink
+    values = values * 0.5**shrink
+    margins = values.gather(1, classes.unsqueeze(1)) - values
+    lowered = margins - errors - 4 * UNIT_ROUNDOFF * (margins.abs() + errors)
+    margins = torch.where(errors > 0, lowered, margins).nan_to_num(-math.inf, math.inf)
+    return _radii(margins, pairs[classes], lipschitz, classes, shrink)
 
 
-def _radii(logits: Tensor, labels: Tensor, constants: Tensor, error: float | Tensor) -> Tensor:
-    """Radii from the Lipschitz constants ``(classes, classes)`` of differences of logits."""
-    errors = torch.as_tensor(error, dtype=torch.float64).cpu()
+def _checked_errors(error: float | Tensor, samples: int) -> Tensor:
+    errors = torch.as_tensor(error, dtype=torch.float64).detach().cpu()
+    if errors.ndim and errors.shape != (samples,):
+        raise ValueError(f"error of shape {tuple(errors.shape)} must be a number, or one for each of {samples} samples")
     if not bool((errors >= 0).all()):
         raise ValueError(f"error={error!r} must be numbers, at least 0")
-    margins = logits.gather(1, labels.unsqueeze(1)) - logits
-    # Differences are rounded relative to themselves, and the subtraction of the error once more.
-    left = margins * _ROUND_DOWN - errors.view(-1, 1) * (1 + 2 * UNIT_ROUNDOFF)
-    return least_radius(left, constants[labels], labels).clamp_min(0.0) * _ROUND_DOWN
+    return errors.expand(samples).unsqueeze(1)
 
 
-def _checked_logits(logits: Tensor) -> Tensor:
+def _radii(margins: Tensor, distances: Tensor, lipschitz: float, labels: Tensor, exponent: int) -> Tensor:
+    """``min_j margin_j 2^exponent / (lipschitz · distance_j)`` over the classes other than the label, rounded down.
+
+    Fractions and exponents apart, so that products neither vanish nor overflow on the way. A difference of logits that
+    nothing moves is safe for ever if positive, and lost if not.
+    """
+    parts = (torch.frexp(torch.as_tensor(t, dtype=torch.float64)) for t in (margins, distances, lipschitz))
+    (top, above), (distance, below), (constant, besides) = parts
+    moves = (distances > 0) & (lipschitz > 0)
+    fraction = top / torch.where(moves, distance * constant, 1.0) * _ROUND_DOWN
+    exponents = (above - below - besides + exponent).double()
+    half = (exponents / 2).floor()  # in two factors: 2^1074 is not a float64
+    radii = (fraction * 2.0**half * 2.0 ** (exponents - half)).clamp_max(sys.float_info.max)
+    radii = torch.where(radii > 0, torch.nextafter(radii, torch.zeros_like(radii)), radii)
+    still = torch.where(margins > 0, math.inf, 0.0).to(radii.dtype)
+    return torch.where(moves, radii, still).scatter(-1, labels.unsqueeze(-1), math.inf).amin(-1).clamp_min(0.0)
+
+
+def _checked_logits(logits: Any) -> Tensor:
     """Logits in float64 on the CPU."""
+    if not isinstance(logits, Tensor) or logits.ndim != 2:
+        kind = f"a tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise TypeError(f"a classifier must return logits (batch, classes), not {kind}")
     values = logits.detach().to("cpu", torch.float64)
     if not bool(values.isfinite().all()):
         bad = (~values.isfinite()).flatten(1).any(1).nonzero().flatten()
@@ -164,14 +182,18 @@ class Certificate:
 
     Attributes:
         radii: certified l2 radius of each sample, ``(samples,)`` in float64; 0 where the answer is wrong.
-        predictions: class of each sample.
+        predictions: class of each sample, by float64.
         labels: its label.
         epsilons: radii that ``print`` and ``to_json`` show.
         lipschitz: certified bound that the radii come from: of all logits, or with ``pairwise`` of the features.
         pairwise: whether the last layer was used pair by pair of classes.
-        evaluation_error: largest difference of two logits' difference between the model and its evaluation in float64.
-        measured_samples: how many samples it was measured on; 0 if it was given.
-        safety: the error where it was not measured was taken to be this many times as large.
+        rounding: largest bound on the rounding error of a margin in float64, which is taken off: proved.
+        reserves: how much shorter the radii are for the model as it runs, where twice ``evaluation_error`` is taken
+            off the margins besides: measured, not proved.
+        evaluation_error: largest difference between a margin of the model as it runs and in float64, seen at some of
+            the images and at noisy copies of them.
+        measured_samples: how many images that were.
+        disagreements: how many of these the model as it runs gives another class than float64.
         input_shape: shape of one input.
     """
 
@@ -181,10 +203,17 @@ class Certificate:
     epsilons: tuple[float, ...]
     lipschitz: float
     pairwise: bool
+    rounding: float
+    reserves: Tensor
     evaluation_error: float
     measured_samples: int
-    safety: float
+    disagreements: int
     input_shape: tuple[int, ...]
+
+    @property
+    def program_radii(self) -> Tensor:
+        """Radii for the model as it runs: less what its rounding errors cost, as far as they were measured."""
+        return torch.where(self.radii.isinf(), self.radii, (self.radii - self.reserves).clamp_min(0.0))
 
     @property
     def clean_accuracy(self) -> float:
@@ -230,12 +259,13 @@ class Certificate:
         """
         try:
             content: dict[str, Any] = json.loads(text)
-            content["radii"] = torch.tensor(list(map(or_infinite, content["radii"])), dtype=torch.float64)
-            content |= {name: or_infinite(content[name]) for name in ("lipschitz", "evaluation_error", "safety")}
+            for name in ("radii", "reserves"):
+                content[name] = torch.tensor(list(map(or_infinite, content[name])), dtype=torch.float64)
+            content |= {name: or_infinite(content[name]) for name in ("lipschitz", "evaluation_error", "rounding")}
             content |= {name: torch.tensor(content[name], dtype=torch.int64) for name in ("predictions", "labels")}
             content |= {"epsilons": tuple(map(float, content["epsilons"]))}
             content |= {"input_shape": tuple(map(int, content["input_shape"]))}
-            content |= {"measured_samples": int(content["measured_samples"])}
+            content |= {name: int(content[name]) for name in ("measured_samples", "disagreements")}
             return cls(**{name: content[name] for name in cls.__dataclass_fields__})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is not a certificate in JSON: {error!r}") from error
@@ -246,9 +276,13 @@ class Certificate:
         width = max(len(name) for name, _ in rows)
         table = "\n".join(f"{name:<{width}}  {accuracy:7.2%}" for name, accuracy in rows)
         constant = "of the features, last layer pair by pair" if self.pairwise else "of all logits"
+        measured = (
+            f"measured on {self.measured_samples} of them, the model as it runs: margins off by up to "
+            f"{self.evaluation_error:.1e}, another class for {self.disagreements}"
+        )
         return (
-            f"{table}\n{len(self.radii)} samples; Lipschitz bound {self.lipschitz:.6g} ({constant}); evaluation error "
-            f"{self.evaluation_error:.1e}"
+            f"{table}\n{len(self.radii)} samples; Lipschitz bound {self.lipschitz:.6g} ({constant}); rounding of margins "
+            f"at most {self.rounding:.1e}, taken off\n{measured}"
         )
 
 
@@ -265,15 +299,13 @@ def certify(
     epsilons: Sequence[float] = EPSILONS,
     input_shape: Sequence[int] | None = None,
     batch_size: int = 256,
-    float64_samples: int | None = None,
-    evaluation_error: float | None = None,
-    safety: float = 2.0,
+    measured_samples: int = _MEASURED_SAMPLES,
 ) -> Certificate:
     """Certify the answers of a classifier on data.
 
     The Lipschitz bound is computed from the weights in use, with every scaling of the data that is part of the model;
     if the output comes straight from a linear layer, that is used pair by pair of classes. The module's docstring says
-    what is proved. The model is in eval mode meanwhile.
+    what is proved and what is measured. The model is in eval mode meanwhile.
 
     Args:
         model: images to logits.
@@ -282,14 +314,11 @@ def certify(
         epsilons: radii to report, in units of the pixels; 1 is ``255/255``.
         input_shape: shape of one image; that of the first, unless given. All must have it.
         batch_size: for data that is not in batches already.
-        float64_samples: on how many samples the evaluation error is measured, at the beginning of the data (in float64,
-            at 4 to 6 times the cost of the evaluation itself); all of them unless given.
-        evaluation_error: bound on the error of a difference of two logits, in place of measuring it.
-        safety: the evaluation error where it was not measured is taken to be this many times the largest that was
-            measured: of moved images (taken off on top of a sample's own), and of samples past ``float64_samples``.
+        measured_samples: on how many samples, from the first on, the model as it runs is compared with float64.
 
     Raises:
         NoRuleError: if a part of the model has no Lipschitz rule.
+        TypeError: if the model is no module, or the data is of another kind.
         ValueError: if logits are not finite, or the data or an argument does not fit.
 
     >>> model = nn.Sequential(OrthoConv2d(1, 4, 3, stride=2), MaxMin(), nn.Flatten(), OrthoLinear(64, 10))
@@ -298,30 +327,66 @@ def certify(
     torch.Size([8])
     """
     epsilons = _checked_epsilons(epsilons)
-    for name, number in (("safety", safety), ("evaluation_error", evaluation_error or 0.0)):
-        if not 0 <= number < math.inf:
-            raise ValueError(f"{name}={number!r} must be a finite number, at least 0")
-    if float64_samples == 0 and evaluation_error is None:
-        raise ValueError("float64_samples=0 measures nothing: give evaluation_error in its place")
-    model = getattr(model, "_orig_mod", model)
+    for name, number, least in (("batch_size", batch_size, 1), ("measured_samples", measured_samples, 0)):
+        if not isinstance(number, int) or number < least:
+            raise ValueError(f"{name}={number!r} must be an integer, at least {least}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    shape = None if input_shape is None else tuple(input_shape)
+    found: Analysis | None = None
+    exact: ExactEvaluation | None = None
+    logits, labels, errors, off = [], [], [], torch.zeros(0, dtype=torch.float64)
+    disagreements = 0
     with evaluating(model), torch.no_grad():
-        measure = 0 if evaluation_error is not None else float64_samples
-        logits, labels, errors, errors_around, shape, precision = _evaluate(
-            model, data, input_shape, batch_size, measure
-        )
-        found = follow_classifier(model, shape)
-        largest = float(max(errors.max(), errors_around.max())) if evaluation_error is None else evaluation_error
-        elsewhere = safety * largest if evaluation_error is None else evaluation_error
-        here = torch.full(labels.shape, elsewhere, dtype=torch.float64)
-        here[: len(errors)] = errors
-        # One rounding of the logits at least, which up to the radius are at most three times as large.
-        least = _FLOAT64_ERROR + (3 * precision if evaluation_error is None else 0.0)
-        allowance = here + elsewhere + least * logits.abs().amax(1)
-        radii = certified_radius(logits, labels, found.features_bound, found.head, error=allowance)
+        batches, total = batches_of(data, batch_size)
+        for images, classes in track(batches, "certifying", total):
+            shape = shape or tuple(images.shape[1:])
+            given = prepared(model, images, shape)
+            if found is None or exact is None:
+                found = analyse(model, shape)
+                exact = ExactEvaluation(model, found)
+            values, rounding = _in_float64(exact, given)
+            logits.append(values)
+            labels.append(_checked_labels(classes, values))
+            errors.append(rounding)
+            here = given[: max(0, measured_samples - len(off))]
+            if len(here):
+                seen, differ = _measured(model, exact, here, values[: len(here)], labels[-1][: len(here)])
+                off, disagreements = torch.cat([off, seen]), disagreements + differ
+    if found is None or shape is None or not sum(map(len, labels)):
+        raise ValueError("there is no data to certify on")
+    answers, truth, rounding = torch.cat(logits), torch.cat(labels), torch.cat(errors)
+    measured = float(off.max()) if len(off) else 0.0
+    lipschitz, head = found.features_bound, found.head_weight
+    radii = certified_radius(answers, truth, lipschitz, head, error=rounding)
+    around = certified_radius(answers, truth, lipschitz, head, error=rounding + 2 * measured)
     return Certificate(
-        radii, logits.argmax(1), labels, epsilons, found.features_bound, found.head is not None, largest, len(errors),
-        safety, shape,
+        radii, answers.argmax(1), truth, epsilons, lipschitz, head is not None, float(rounding.max()),
+        torch.where(radii.isinf() & around.isinf(), 0.0, radii - around), measured,
+        len(off), disagreements, shape,
     )  # fmt: skip
+
+
+def _in_float64(exact: ExactEvaluation, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits in float64, and for each image a bound on the error of a difference of two of them."""
+    widest = max((math.prod(out[1]) // BATCH for node in exact.calls for out in node.outputs), default=1)
+    logits, errors = [], []
+    for part in images.split(max(1, min(len(images), _FLOAT64_NUMBERS // max(1, widest)))):
+        values, error = exact(part)
+        logits.append(_checked_logits(values))
+        errors.append(torch.full((len(part),), _SQRT2_UP * error, dtype=torch.float64))
+    return torch.cat(logits), torch.cat(errors)
+
+
+def _measured(
+    model: nn.Module, exact: ExactEvaluation, images: Tensor, values: Tensor, labels: Tensor
+) -> tuple[Tensor, int]:
+    """By how much the model as it runs is off at images and near them, and how many it gives another class."""
+    plain = _checked_logits(model(images))
+    near = _moved(images)
+    around = _margin_errors(_checked_logits(model(near)), _in_float64(exact, near)[0], labels)
+    differ = int((plain.argmax(1) != values.argmax(1)).sum())
+    return torch.maximum(_margin_errors(plain, values, labels), around), differ
 
 
 def _checked_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
@@ -360,64 +425,14 @@ def batches_of(data: Data, batch_size: int) -> tuple[Batches, int]:
     return batches, len(batches) if hasattr(batches, "__len__") else 0
 
 
-class _Evaluation(NamedTuple):
-    """Of all data.
-
-    Attributes:
-        logits: in float64.
-        labels: as given.
-        errors: of the margins of the first samples.
-        errors_around: of the same samples, moved a little.
-        shape: of one image.
-        precision: of the dtype that the logits were computed in.
-    """
-
-    logits: Tensor
-    labels: Tensor
-    errors: Tensor
-    errors_around: Tensor
-    shape: tuple[int, ...]
-    precision: float
-
-
-def _evaluate(
-    model: nn.Module, data: Data, input_shape: Sequence[int] | None, batch_size: int, measure: int | None
-) -> _Evaluation:
-    batches, total = batches_of(data, batch_size)
-    reference = with_fixed_weights(model).double() if measure != 0 else None
-    shape = None if input_shape is None else tuple(input_shape)
-    logits, labels, errors, left = [], [], [], math.inf if measure is None else measure
-    moved: list[Tensor] = []
-    precision = 0.0
-    for images, classes in track(batches, "certifying", total):
-        shape = shape or tuple(images.shape[1:])
-        given = prepared(model, images, shape)
-        raw = model(given)
-        values = _checked_logits(raw)
-        dtypes = given.dtype, raw.dtype, autocast_dtype(raw) or raw.dtype
-        precision = max(torch.finfo(dtype).eps for dtype in dtypes)
-        labels.append(_checked_labels(classes, values))
-        logits.append(values)
-        if left > 0 and reference is not None:
-            count = int(min(left, len(given)))
-            exact = _checked_logits(_in_float64(reference, given[:count]))
-            errors.append(_margin_errors(values[:count], exact, labels[-1][:count]))
-            around = _moved(given[:count])
-            exact = _checked_logits(_in_float64(reference, around))
-            moved.append(_margin_errors(_checked_logits(model(around)), exact, labels[-1][:count]))
-            left -= count
-    if not labels or shape is None or not sum(map(len, labels)):
-        raise ValueError("there is no data to certify on")
-    at_rest, elsewhere = (torch.cat(found) if found else torch.zeros(0) for found in (errors, moved))
-    return _Evaluation(torch.cat(logits), torch.cat(labels), at_rest, elsewhere, shape, precision)
-
-
 def prepared(model: nn.Module, images: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Images as the model wants them: its dtype and device.
 
     Raises:
         ValueError: if they are not floating point, not finite or of another shape.
     """
+    if not isinstance(images, Tensor):
+        raise TypeError(f"images must be a tensor, not {type(images).__name__}")
     if tuple(images.shape[1:]) != shape or not images.is_floating_point():
         raise ValueError(
             f"images of shape {tuple(images.shape)} and {images.dtype} must be floating point and (batch, "
@@ -432,32 +447,6 @@ def _moved(images: Tensor) -> Tensor:
     """Each image and noise of a tenth of the length of all ones: few images around one are computed exactly."""
     noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
     return images + 0.1 * noise.to(images)
-
-
-class _OnlyFloat64(TorchDispatchMode):
-    """Computes in float64 what a forward pass wants in a shorter dtype by name."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def longer(value: Any) -> Any:
-            return torch.float64 if value in _SHORTER else value
-
-        args = [longer(value) if isinstance(value, torch.dtype) else value for value in args]
-        options = {
-            name: longer(value) if isinstance(value, torch.dtype) else value for name, value in (kwargs or {}).items()
-        }
-        return func(*args, **options)
-
-
-def _in_float64(reference: nn.Module, images: Tensor) -> Tensor:
-    pieces = images.split(_FLOAT64_IMAGES) if images.device.type == "cpu" else (images,)
-    try:
-        with _OnlyFloat64():
-            return torch.cat([reference(piece.double()) for piece in pieces])
-    except RuntimeError as error:
-        raise ValueError(
-            f"the model does not run in float64 ({error}), so its evaluation error cannot be measured: give "
-            "evaluation_error, a bound on the error of a difference of two logits"
-        ) from error
 
 
 def _margin_errors(logits: Tensor, exact: Tensor, labels: Tensor) -> Tensor:

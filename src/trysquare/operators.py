@@ -7,6 +7,7 @@ linear layer is a convolution without axes.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,14 +32,69 @@ from trysquare.linalg.precision import as_autocast, full_precision
 
 # Torch's hooks that set the weight before each pass.
 WEIGHT_HOOKS = (WeightNorm, SpectralNorm, BasePruningMethod)
-_KNOWN_FORWARD = {
-    cls.forward
-    for cls in (
-        nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-        _Convolution, _TransposedConvolution, OrthoLinear, UnitNormLinear,
-    )
-}  # fmt: skip
-_KNOWN_INNER = {cls._conv_forward for cls in (_ConvNd, nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+_READABLE = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    _Convolution, _TransposedConvolution, OrthoLinear, UnitNormLinear,
+)  # fmt: skip
+# What a class may define anew without computing something else.
+_HARMLESS = frozenset(
+    """
+    __init__ __module__ __doc__ __qualname__ __annotations__ __dict__ __weakref__ __getstate__ __setstate__ __deepcopy__
+    __repr__ __parameters__ __orig_bases__ __abstractmethods__ _abc_impl __firstlineno__ __static_attributes__
+    extra_repr reset_parameters _get_name
+    """.split()
+)
+# The code of classes as it was when they were made known.
+_KNOWN: dict[type, dict[str, Any]] = {}
+
+
+def _code_of(cls: type) -> dict[str, Any]:
+    kinds = (staticmethod, classmethod, property)
+    # The way in is watched while something is traced, and compilers put something around constructors.
+    left_out = {"__call__", *_HARMLESS}
+    return {n: v for n, v in vars(cls).items() if n not in left_out and (callable(v) or isinstance(v, kinds))}
+
+
+def remember(*classes: type) -> None:
+    """Keep the code of classes, and of our own below them, so that ``as_defined`` can tell when a part is replaced."""
+    for cls in classes:
+        for base in cls.__mro__[:-1]:
+            _KNOWN.setdefault(base, _code_of(base))
+        remember(*(sub for sub in cls.__subclasses__() if _is_ours(sub)))
+
+
+def _is_ours(cls: type) -> bool:
+    home = sys.modules.get(cls.__module__) if cls.__module__.startswith("trysquare.") else None
+    return home is not None and getattr(home, cls.__name__, None) is cls
+
+
+def as_defined(module: nn.Module, cls: type) -> bool:
+    """Whether a module computes what its base class ``cls`` does.
+
+    It does if nothing that ``cls`` has was replaced: not in the module, not in a subclass (torch's parametrizations and
+    our own subclasses apart), and not in the classes themselves.
+    """
+    inside = vars(module)
+    if any(name in inside for name in _code_of(nn.Module)) or "__call__" in inside:
+        return False
+    own = type(module).__mro__
+    for base in own[:-1]:
+        if base in _KNOWN:
+            now = _code_of(base)
+            if len(now) != len(_KNOWN[base]) or any(now.get(n) is not v for n, v in _KNOWN[base].items()):
+                return False
+            if any(name in inside for name in now):
+                return False
+        elif any(hasattr(cls, name) for name in vars(base) if name not in _HARMLESS):
+            return False
+    return getattr(type(module), "forward", None) is getattr(cls, "forward", None)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of a module does anything besides its forward pass and setting its weight."""
+    before = (*module._forward_pre_hooks.values(), *torch_module._global_forward_pre_hooks.values())
+    after = (*module._forward_hooks.values(), *torch_module._global_forward_hooks.values())
+    return bool(after) or not all(isinstance(hook, WEIGHT_HOOKS) for hook in before)
 
 
 @dataclass(frozen=True)
@@ -251,11 +307,7 @@ def read_layer(layer: nn.Module, input_shape: Sequence[int]) -> LinearOperator:
 
 def reads(layer: nn.Module) -> bool:
     """Whether ``read_layer`` knows what the layer computes."""
-    forward = getattr(type(layer), "forward", None)
-    inner = getattr(type(layer), "_conv_forward", None)
-    own = {"forward", "_conv_forward", "_call_impl"} & set(layer.__dict__)
-    called = all(getattr(type(layer), name) is getattr(nn.Module, name) for name in ("__call__", "_call_impl"))
-    return called and forward in _KNOWN_FORWARD and (inner is None or inner in _KNOWN_INNER) and not own
+    return any(cls in _READABLE and as_defined(layer, cls) for cls in type(layer).__mro__)
 
 
 def misfit(layer: nn.Module | None, shapes: Sequence[Sequence[int]]) -> str:
@@ -330,7 +382,8 @@ def checked_weight(weight: Tensor, owner: str) -> Tensor:
 
 def _read_convolution(layer: _ConvNd, kernel: Tensor, sizes: Sizes) -> LinearOperator:
     transposed = isinstance(layer, _ConvTransposeNd)
-    extent = tuple(d * (k - 1) + 1 for d, k in zip(layer.dilation, layer.kernel_size, strict=True))
+    # Torch takes the size of the kernel from the weight, whatever ``kernel_size`` says.
+    extent = tuple(d * (k - 1) + 1 for d, k in zip(layer.dilation, kernel.shape[2:], strict=True))
     if transposed:
         axes = _transposed_axes(layer, extent, sizes)
     else:
@@ -405,3 +458,6 @@ def _transposed_axes(layer: _ConvNd, extent: Sizes, sizes: Sizes) -> tuple[Axis,
     if min(domain) < 1:
         raise ValueError(f"an input of size {sizes} is too small: the output would have size {domain}")
     return tuple(Axis(*numbers, "zeros") for numbers in zip(domain, sizes, extent, stride, pads, strict=True))
+
+
+remember(*_READABLE)

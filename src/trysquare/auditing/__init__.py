@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from trysquare.auditing.report import AuditReport, LayerAudit
-from trysquare.auditing.rows import layer_rows, noise
-from trysquare.lipschitz import follow, lipschitz_lower_bound
+from trysquare.auditing.rows import layer_row, steps_of
+from trysquare.lipschitz import InputShape, analyse, checked_shapes, input_like, lipschitz_lower_bound, random_inputs
 from trysquare.progress import track
 
 __all__ = ["AuditReport", "LayerAudit", "audit"]
@@ -20,7 +19,7 @@ _LOWER_BOUND_SECONDS = 3.0
 
 
 def audit(
-    model: nn.Module, input_shape: Sequence[int], *, inputs: Tensor | None = None, spectra: bool = False
+    model: nn.Module, input_shape: InputShape, *, inputs: Tensor | None = None, spectra: bool = False
 ) -> AuditReport:
     """Audit a network: built with this library or not.
 
@@ -43,31 +42,43 @@ def audit(
     >>> [row.verdict for row in report.layers]
     ['orthogonal', '1-Lipschitz']
     """
-    shape = tuple(input_shape)
-    bound, steps = follow(model, shape)
-    rows = [row for step in track(steps, "auditing layers", len(steps)) for row in layer_rows(step, spectra)]
+    shapes = checked_shapes(input_shape)
+    found = analyse(model, input_shape)
+    steps = list(steps_of(found))
+    rows = [layer_row(step, spectra) for step in track(steps, "auditing layers", len(steps))]
     lower = None
-    if not any(isinstance(step.module, nn.Embedding) for step in steps):
+    if not found.graph.tokens and found.graph.outputs:
+        given = random_inputs(found.graph, shapes, input_like(model), 1) if inputs is None else [inputs]
+        packed = _OneVector(model, given)
         lower = lipschitz_lower_bound(
-            _OneOutput(model),
-            noise(model, shape) if inputs is None else inputs,
-            power_steps=4,
-            ascent_steps=3,
-            seconds=_LOWER_BOUND_SECONDS,
+            packed, packed.pack(given), power_steps=4, ascent_steps=3, seconds=_LOWER_BOUND_SECONDS
         )
-    return AuditReport(rows, bound, lower, shape)
+        if lower > found.bound * (1 + 1e-6):
+            raise RuntimeError(
+                f"the certified bound {found.bound:.6g} is wrong: a slope of {lower:.6g} was found. This is an error of "
+                "trysquare, or of a rule that was registered; please report it with the model"
+            )
+    shape = tuple(shapes[0]) if isinstance(shapes, list) and len(shapes) == 1 else shapes
+    return AuditReport(rows, found.bound, lower, shape)
 
 
-class _OneOutput(nn.Module):
-    """A network with all tensors that it returns side by side."""
+class _OneVector(nn.Module):
+    """A network as a function from one vector to one: all tensors that it takes and returns, side by side."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, like: Any) -> None:
         super().__init__()
         self.model = model
+        self.names = list(like) if isinstance(like, dict) else None
+        self.shapes = [tensor.shape[1:] for tensor in (like.values() if isinstance(like, dict) else like)]
 
-    def forward(self, x: Tensor) -> Any:
-        result = self.model(x)
-        if isinstance(result, Tensor):
-            return result
+    def pack(self, inputs: Any) -> Tensor:
+        """All inputs in one vector."""
+        return torch.cat([t.flatten(1) for t in (inputs.values() if isinstance(inputs, dict) else inputs)], 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.split([shape.numel() for shape in self.shapes], 1)
+        inputs = [part.unflatten(1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        named = dict(zip(self.names, inputs, strict=True)) if self.names else {}
+        result = self.model(**named) if named else self.model(*inputs)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         return torch.cat([tensor.flatten(1) for tensor in tensors], 1)

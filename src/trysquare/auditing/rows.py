@@ -1,106 +1,158 @@
-"""From the steps of a forward pass to the rows of the table."""
+"""From the calls of a forward pass to the rows of the table."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from trysquare.auditing import remarks
-from trysquare.auditing.remarks import TOLERANCE
 from trysquare.auditing.report import LayerAudit
-from trysquare.layers.conv import AffineInverse
-from trysquare.layers.residual import ConcatResidual, _Residual
-from trysquare.lipschitz import Step, follow, lipschitz_lower_bound
-from trysquare.lipschitz.follow import input_like
-from trysquare.lipschitz.modules import batch_norm_scales
-from trysquare.operators import LinearOperator, read_layer, reads
+from trysquare.layers.activations import Abs, Householder, NActivation
+from trysquare.layers.base import ParametrizedWeight
+from trysquare.layers.heads import UnitNormLinear
+from trysquare.lipschitz import Analysis, input_like, lipschitz_lower_bound
+from trysquare.lipschitz.rules import RULES, batch_norm_scales
+from trysquare.lipschitz.trace import Node, class_name
+from trysquare.operators import Axis, LinearOperator, read_layer, reads
 from trysquare.spectrum import lanczos_extremes, norm_range, singular_values, spectrum_flops
 
+# Singular values this near to 1 are those of an orthogonal layer in float32.
+TOLERANCE = 2e-5
 # Numbers of multiplications that the audit spends on one layer, beyond its certified bound.
 _SPECTRUM_COST = 3e8
 _LANCZOS_COST = 8e8
 _LANCZOS_STEPS = 40
-# Numbers in the inputs at which the Jacobian of a layer that is not linear is looked at.
+# Numbers in the inputs at which the slope of a layer that is not linear is looked at, and for how long.
 _NOISE_NUMBERS = 1 << 16
-_JACOBIAN_SECONDS = 1.0
+_SLOPE_SECONDS = 1.0
 
 
-def layer_rows(step: Step, spectra: bool, depth: int = 0) -> Iterator[LayerAudit]:
-    """The row of a step; if it is a block of ours, followed by those of the layers inside of it."""
-    inner = [(name, *follow(nn.Sequential(part), shape)) for name, part, shape in _parts(step)]
-    row = _linear_row(step, spectra) if _is_linear(step) else _other_row(step, {name: b for name, b, _ in inner})
-    yield replace(row, depth=depth, bound_so_far=None if depth else step.bound)
-    for name, _, steps in inner:
-        for part in steps:
-            # The part is the first and only module of a Sequential: "0", and "0.conv" inside of it.
-            path = f"{step.name}.{name}{part.name.removeprefix('0')}"
-            yield from layer_rows(replace(part, name=path), spectra, depth + 1)
+@dataclass(frozen=True)
+class _Step:
+    """One module of torch or ours, or one call of somebody else's code.
+
+    Attributes:
+        name: path of the module, and the name of the call.
+        module: the module, or ``None`` for a call.
+        kind: class or name of the call.
+        nodes: what it computes.
+        input_shape: shape of its first input, without the batch.
+        output_shape: shape of its output, without the batch.
+        constant: its own bound: that of its result over the largest of its inputs'.
+        bound: of everything up to and including it.
+    """
+
+    name: str
+    module: nn.Module | None
+    kind: str
+    nodes: list[Node]
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    constant: float
+    bound: float
 
 
-def _parts(step: Step) -> Iterator[tuple[str, nn.Module, Sequence[int]]]:
-    """Modules inside of a block of ours whose bounds its own is made of, and the shapes of their inputs."""
-    block, shape = step.module, list(step.input_shape)
-    if isinstance(block, ConcatResidual):
-        shape[block.dim if block.dim < 0 else block.dim - 1] //= 2
-        yield "branch", block.branch, shape
-    elif isinstance(block, _Residual):
-        yield "branch", block.branch, shape
-        if block.shortcut is not None:
-            yield "shortcut", block.shortcut, shape
-    elif isinstance(block, AffineInverse):
-        yield "adjoint", block.adjoint, shape
+def steps_of(found: Analysis) -> Iterator[_Step]:
+    """The modules and calls that the network's result is made by, in the order in which they run."""
+    walk, used = found.walk, dict[str, int]()
+    numbered = [(i, node) for i, node in enumerate(walk.nodes) if not isinstance(walk.bounds[i], ValueError)]
+    outer = {frame.call for node in walk.nodes for frame in node.path[:-1]}
+    for owner, group in groupby(numbered, lambda pair: _owner(*pair, outer)):
+        pairs = list(group)
+        nodes, node = [node for _, node in pairs], pairs[0][1]
+        if isinstance(owner, tuple) and owner[1] in found.graph.modules:
+            before, after = ([value] for value in found.graph.modules[owner[1]])
+            result, module = walk.bound([after[0].labels]), node.module
+            shape = after[0].labels.shape
+        else:
+            before = [node.args["input"]] if node.moves else node.values
+            result, module = float(walk.bounds[pairs[-1][0]]), node.module if isinstance(owner, tuple) else None  # type: ignore[arg-type]
+            shape = node.args["output"].labels.shape if node.moves else torch.Size(nodes[-1].outputs[0][1])
+        largest = max((b for value in before if 0 < (b := walk.bound([value.labels])) < math.inf), default=1.0)
+        kind = class_name(module) if module is not None else node.op
+        name = node.name if module is not None else ".".join(filter(None, (_inside(node), node.op)))
+        used[name] = used.get(name, -1) + 1
+        name = f"{name}_{used[name]}" if used[name] and module is None else name
+        shapes = tuple(before[0].labels.shape[1:]), tuple(shape[1:])
+        yield _Step(name, module, kind, nodes, *shapes, walk.rounded_up(result / largest), result)
 
 
-def noise(model: nn.Module, shape: Sequence[int], batch: int = 1) -> Tensor:
-    """Normal inputs of a model, the same each time."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(batch, *shape, generator=generator).to(input_like(model))
+def _owner(number: int, node: Node, outer: set[int]) -> Any:
+    """What calls have in common that make one row: the call of a module of torch or ours that calls no other."""
+    return (id(node.module), node.path[-1].call) if _is_library(node) and node.path[-1].call not in outer else number
 
 
-def _is_linear(step: Step) -> bool:
-    return step.module is not None and reads(step.module)
+def _is_library(node: Node) -> bool:
+    return node.module is not None and type(node.module).__module__.split(".")[0] in ("torch", "trysquare")
 
 
-def _other_row(step: Step, parts: dict[str, float]) -> LayerAudit:
-    """A row without a spectrum: a normalisation, an activation, a function, a block with these bounds of its parts."""
+def _inside(node: Node) -> str:
+    return "" if node.name == "model" else node.name
+
+
+def layer_row(step: _Step, spectra: bool) -> LayerAudit:
+    """The row of a step."""
+    if step.module is not None and reads(step.module) and len(step.input_shape):
+        return _linear_row(step, step.module, spectra)
+    normalisation = step.nodes[0] if "batch_norm" in step.nodes[0].op else None
     smallest = largest = None
-    above = step.constant > 1 + TOLERANCE
-    attained = False
-    if isinstance(step.module, nn.modules.batchnorm._NormBase):
-        scales = batch_norm_scales(step.module)
+    if normalisation is not None:
+        scales = batch_norm_scales(normalisation.args)
         smallest, largest = float(scales.min()), float(scales.max())
-        remark = remarks.normalisation(scales) if above else ""
-    elif above:
-        largest = _largest_jacobian(step)
-        attained = remarks.is_attained(step)
-        remark = remarks.why_above_one(step, parts)
-    else:
-        remark = remarks.isometric(step)
+    remark, attained = _about(step)
+    if largest is None and step.constant > 1 + TOLERANCE and not attained:
+        largest = _largest_slope(step)
     verdict = _verdict(smallest, largest, step.constant, attained)
     if verdict == "not certified":
-        remark += "; the bound is above 1, and nothing above 1 was found"
-    return LayerAudit(
-        step.name, step.kind, _shapes(step), smallest, largest, step.constant, step.bound, verdict, remark
-    )
+        remark += "; the bound is above 1, and it is not known whether it is attained"
+    shapes = _shapes(step)
+    return LayerAudit(step.name, step.kind, shapes, smallest, largest, step.constant, step.bound, verdict, remark)
 
 
-def _largest_jacobian(step: Step) -> float | None:
-    """Largest Jacobian norm seen of a module of torch or ours; others may need more than one input."""
-    module = step.module
-    if module is None or isinstance(module, nn.Embedding):
-        return None
-    if type(module).__module__.split(".")[0] not in ("torch", "trysquare"):
+def _about(step: _Step) -> tuple[str, bool]:
+    """Why the bound of a step is above 1, or that it keeps lengths; and whether the bound is attained."""
+    above, bound = step.constant > 1 + TOLERANCE, f"{step.constant:.4g}"
+    nodes = [node for node in step.nodes if not node.moves]
+    if not nodes:
+        return (f"it repeats numbers: divide by {bound}", True) if above else (_MOVED, False)
+    if nodes[-1].op == "leaf":
+        folds = isinstance(step.module, _FOLDS)
+        return (_why_ours(step) if above else _FOLDED if folds else ""), False
+    rules = [RULES[node.op] for node in nodes]
+    if not above:
+        folds = all(rule.isometric for rule in rules)
+        return _FOLDED if folds else "", False
+    # A shift by a constant amplifies nothing.
+    told = [rule for node, rule in zip(nodes, rules, strict=True) if rule.remark and not _is_shift(node)]
+    worst = told[-1] if told else rules[-1]
+    return worst.remark.format(bound=bound) or f"its rule gives {bound}", worst.attained
+
+
+def _largest_slope(step: _Step) -> float | None:
+    """Largest slope seen of a module of torch or ours; calls of others may need more than one input."""
+    if step.module is None:
         return None
     batch = max(1, min(8, _NOISE_NUMBERS // math.prod(step.input_shape)))
-    inputs = noise(module, step.input_shape, batch)
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(batch, *step.input_shape, generator=generator).to(input_like(step.module))
     with torch.random.fork_rng(devices=[]):  # the same start each time, and nobody else's numbers change
         torch.manual_seed(0)
-        return lipschitz_lower_bound(module, inputs, power_steps=4, ascent_steps=2, seconds=_JACOBIAN_SECONDS)
+        return lipschitz_lower_bound(step.module, inputs, power_steps=4, ascent_steps=2, seconds=_SLOPE_SECONDS)
+
+
+def _is_shift(node: Node) -> bool:
+    return node.op in ("add", "sub", "rsub") and len(node.values) == 1
+
+
+_MOVED = "isometric: it only moves numbers or changes signs"
+_FOLDED = "isometric: its Jacobian is orthogonal everywhere"
+_FOLDS = (Abs, Householder, NActivation)
 
 
 def _verdict(smallest: float | None, largest: float | None, bound: float, attained: bool = False) -> str:
@@ -109,7 +161,7 @@ def _verdict(smallest: float | None, largest: float | None, bound: float, attain
     return "amplifies" if attained or (largest is not None and largest > 1) else "not certified"
 
 
-def _shapes(step: Step) -> str:
+def _shapes(step: _Step) -> str:
     return f"{_times(step.input_shape)} -> {_times(step.output_shape)}"
 
 
@@ -117,20 +169,30 @@ def _times(sizes: Sequence[int]) -> str:
     return "x".join(map(str, sizes))
 
 
-def _linear_row(step: Step, spectra: bool) -> LayerAudit:
-    assert step.module is not None
-    operator = read_layer(step.module, step.input_shape)
-    found = _extremes(step, operator)
+def _why_ours(step: _Step) -> str:
+    layer: Any = step.module
+    above = f"{step.constant - 1:.1e}"
+    if not (isinstance(layer, ParametrizedWeight) and parametrize.is_parametrized(layer, "weight")):
+        return f"its rule gives {step.constant:.4g}"
+    if layer.parametrization.truncation_error > TOLERANCE:
+        return f"its method is truncated, which adds {above}: give it more terms"
+    dtype = str(layer.parametrization.like.dtype).removeprefix("torch.")
+    return f"its weights were rounded to {dtype}, which adds {above}: keep it in float32"
+
+
+def _linear_row(step: _Step, layer: nn.Module, spectra: bool) -> LayerAudit:
+    operator = read_layer(layer, step.input_shape)
+    found = _extremes(layer, step, operator)
     verdict = _verdict(found.smallest, found.largest, step.constant)
-    said = [*remarks.linear(step, operator, found.largest), found.remark]
+    said = [*_linear_remarks(step, operator, found.largest), found.remark]
     kept = found.values.tolist() if spectra and found.values is not None else None
     return LayerAudit(
-        step.name, step.kind, _geometry(step.module, step), found.smallest, found.largest, step.constant, step.bound,
+        step.name, step.kind, _geometry(layer, step), found.smallest, found.largest, step.constant, step.bound,
         verdict, "; ".join(filter(None, said)), spectrum=kept,
     )  # fmt: skip
 
 
-def _geometry(layer: nn.Module, step: Step) -> str:
+def _geometry(layer: nn.Module, step: _Step) -> str:
     if isinstance(layer, nn.Linear):
         return _shapes(step)
     numbers: Any = layer
@@ -151,10 +213,9 @@ class _Extremes(NamedTuple):
     remark: str
 
 
-def _extremes(step: Step, operator: LinearOperator) -> _Extremes:
+def _extremes(layer: nn.Module, step: _Step, operator: LinearOperator) -> _Extremes:
     if spectrum_flops(operator) <= _SPECTRUM_COST:
-        assert step.module is not None
-        values = singular_values(step.module, step.input_shape)
+        values = singular_values(layer, step.input_shape)
         return _Extremes(float(values[-1]), float(values[0]), values, "")
     if operator.circular:
         low, _, found = norm_range(operator)
@@ -175,3 +236,43 @@ def _by_lanczos(operator: LinearOperator, bound: float) -> _Extremes:
         found = lanczos_extremes(operator, steps, 1e-6)
     how = f"σ max by {steps} Lanczos steps, to {found.largest_tolerance:.0e}; σ min not computed: too large"
     return _Extremes(None, found.largest, None, how)
+
+
+def _linear_remarks(step: _Step, operator: LinearOperator, largest: float) -> list[str]:
+    """Why a linear layer amplifies, or may, and what to do; nothing if it does not."""
+    if isinstance(step.module, UnitNormLinear):
+        return ["each output is 1-Lipschitz, not all together: certify with its certified_radii"]
+    bound = step.constant
+    if bound <= 1 + TOLERANCE:
+        return []
+    if isinstance(step.module, ParametrizedWeight) and parametrize.is_parametrized(step.module, "weight"):
+        return [_why_ours(step)]
+    said = list(dict.fromkeys(remark for axis in operator.axes if (remark := _padding_remark(axis))))
+    if operator.repeats > 1:
+        zeros = replace(operator, axes=tuple(replace(axis, mode="zeros") for axis in operator.axes))
+        norm = norm_range(zeros, lowest=False).high
+        said += [f"with zeros the norm is still up to {norm:.4g}: divide by it too"] if norm > 1 + TOLERANCE else []
+    elif largest > 1:
+        between = f"{bound:.4g}" if bound <= largest * 1.001 else f"between {largest:.4g} and {bound:.4g}"
+        said.append(f"the norm is {between}: use the trysquare layer of this shape, or divide by it")
+    if largest <= 1:
+        said.append(f"the bound is {bound:.4g}, and no singular value above 1 was found: divide by it to be certain")
+    return said
+
+
+def _padding_remark(axis: Axis) -> str | None:
+    """What is wrong with the padding of one axis, and what to do."""
+    if axis.repeats == 1:
+        return None
+    left, right = axis.pad
+    if axis.mode != "circular":
+        return (
+            f"{axis.mode} padding {max(left, right)} repeats pixels up to {axis.repeats} times: use zeros or circular"
+        )
+    if left + right >= axis.extent:
+        best = max(0, -((axis.stride - axis.extent) // 2))
+        return f"circular padding {max(left, right)} repeats outputs: use {best}"
+    return (
+        f"size {axis.size} is not a multiple of stride {axis.stride}, so circular windows overlap where they wrap: "
+        f"pad or crop the input to {axis.size // axis.stride * axis.stride or axis.stride}"
+    )

@@ -281,7 +281,7 @@ class NActivation(nn.Module):
         return f"{self.channels}" + ("" if self.dim == 1 else f", dim={self.dim}")
 
 
-_MONOTONE = (
+MONOTONE = (
     nn.Hardsigmoid,
     nn.Hardtanh,
     nn.Identity,
@@ -322,9 +322,9 @@ def with_slopes_in_unit_interval(activation: nn.Module | None) -> nn.Module:
     exponential = isinstance(activation, nn.ELU | nn.CELU) and 0 <= activation.alpha <= (
         1 if isinstance(activation, nn.ELU) else math.inf
     )
-    if leaky or exponential or isinstance(activation, _MONOTONE):
+    if leaky or exponential or isinstance(activation, MONOTONE):
         return activation
-    names = ", ".join(kind.__name__ for kind in _MONOTONE)
+    names = ", ".join(kind.__name__ for kind in MONOTONE)
     raise ValueError(
         f"activation={activation!r} is not known to act entry by entry with slopes between 0 and 1, which the block "
         f"needs to be 1-Lipschitz; use one of {names}, or LeakyReLU, ELU, CELU with slopes in that range"

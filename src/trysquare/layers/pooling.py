@@ -24,6 +24,22 @@ _AVERAGE: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 _MAX: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 
+class EuclideanNorm(nn.Module):
+    """Norms along an axis other than the first, exact at every scale, with gradient 0 at 0. 1-Lipschitz.
+
+    Args:
+        dim: the axis.
+    """
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Norm of each vector, computed in float32 or better."""
+        return euclidean(vectors.to(at_least_float32(vectors.dtype)), self.dim)
+
+
 class _Pool(nn.Module):
     """Windows of a pooling layer; the arguments are torch's."""
 
@@ -60,13 +76,17 @@ class _ScaledAvgPool(_SumPool):
 
 
 class _L2NormPool(_SumPool):
+    def __init__(self, kernel_size: Size, stride: Size | None = None, padding: Size = 0) -> None:
+        super().__init__(kernel_size, stride, padding)
+        self.norm = EuclideanNorm()
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Norm of each window, scaled where windows overlap."""
         pads = [pad for amount in reversed(self.padding) for pad in (amount, amount)]
-        windows = F.pad(input, pads).to(at_least_float32(input.dtype))
+        windows = F.pad(input, pads)
         for axis, (size, stride) in enumerate(zip(self.kernel_size, self.stride, strict=True)):
             windows = windows.unfold(input.ndim - self.dims + axis, size, stride)
-        norms = euclidean(windows.flatten(input.ndim)) * self.overlap**-0.5
+        norms = self.norm(windows.flatten(input.ndim)) * self.overlap**-0.5
         return norms.to(input.dtype)
 
 
@@ -211,8 +231,12 @@ class GlobalL2NormPool(_GlobalPool):
     tensor([[4., 4.]])
     """
 
+    def __init__(self, keepdim: bool = True) -> None:
+        super().__init__(keepdim)
+        self.norm = EuclideanNorm()
+
     def _pool(self, positions: Tensor) -> Tensor:
-        return euclidean(positions.to(at_least_float32(positions.dtype))).to(positions.dtype)
+        return self.norm(positions).to(positions.dtype)  # type: ignore[no-any-return]
 
 
 class GlobalMaxPool(_GlobalPool):

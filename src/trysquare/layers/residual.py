@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trysquare.linalg.norms import euclidean
+from trysquare.layers.pooling import EuclideanNorm
 from trysquare.linalg.precision import at_least_float32
 
 
@@ -177,6 +177,7 @@ class L2Residual(_Residual):
         dtype: Any = None,
     ) -> None:
         super().__init__(branch, shortcut)
+        self.norm = EuclideanNorm(1)
         self.angle = nn.Parameter(torch.tensor(float(angle), device=device, dtype=dtype))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
@@ -185,5 +186,5 @@ class L2Residual(_Residual):
         skip, branch = self._skip(input), self.branch(input)
         _same_shape(skip, branch)
         wide = at_least_float32(branch.dtype)
-        both = torch.stack((skip.to(wide) * angle.cos(), branch.to(wide) * angle.sin()))
-        return euclidean(both, 0).to(branch.dtype)
+        both = torch.stack((skip.to(wide) * angle.cos(), branch.to(wide) * angle.sin()), 1)
+        return self.norm(both).to(branch.dtype)  # type: ignore[no-any-return]

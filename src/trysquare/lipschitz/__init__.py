@@ -2,43 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from trysquare.lipschitz import modules as modules  # registers the rules of torch's modules
-from trysquare.lipschitz import ours as ours  # registers those of ours
-from trysquare.lipschitz.classifier import Classifier, follow_classifier
-from trysquare.lipschitz.follow import follow
-from trysquare.lipschitz.follower import Step
+from trysquare.lipschitz import ours as ours  # registers the rules of our blocks
+from trysquare.lipschitz.leaves import is_leaf, rule
 from trysquare.lipschitz.lower import lipschitz_lower_bound
-from trysquare.lipschitz.registry import NoRuleError, rule
+from trysquare.lipschitz.rules import RULES
+from trysquare.lipschitz.trace import (
+    BATCH,
+    Evaluator,
+    Graph,
+    Node,
+    NoRuleError,
+    Shape,
+    TakesTokens,
+    Tracer,
+    Value,
+    class_name,
+    input_like,
+    refuse_unreadable,
+    unchanged,
+)
+from trysquare.lipschitz.walk import Walk
 
 __all__ = [
-    "Classifier",
+    "Analysis",
+    "ExactEvaluation",
     "NoRuleError",
-    "Step",
-    "follow",
-    "follow_classifier",
+    "analyse",
+    "input_like",
     "lipschitz_bound",
     "lipschitz_lower_bound",
     "rule",
 ]
 
+InputShape = Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Sequence[int]]
+# Samples of the batch on which the model and its trace are compared.
+_OTHER_BATCH = 3
 
-def lipschitz_bound(model: nn.Module, input_shape: Sequence[int]) -> float:
+
+def lipschitz_bound(model: nn.Module, input_shape: InputShape) -> float:
     """Certified upper bound on the l2 Lipschitz constant of a network, in the mode that it is in.
 
-    The forward pass is followed with ``torch.fx``. Each module contributes the bound of its rule (linear and
-    convolution layers: ``spectral_norm_bound``); bounds multiply along a path, add where paths are summed, and join as
-    the root of the sum of squares where they are concatenated. A scaling of the data in front (mean and deviation) is
-    part of the constant. 0 means that the output provably does not change; what is too small or too large for float64
-    is its smallest normal number or infinity.
+    The model runs once, and what it computes is recorded call by call (``trysquare.lipschitz.trace``); a closed table
+    has a bound for each call (``trysquare.lipschitz.rules``). A scaling of the data in front (mean and deviation) is
+    part of the constant. 0 means that the output provably does not change; bounds that are not between 1e-150 and 1e150
+    may come out larger, up to infinity.
 
-    Proved: for all inputs ``x``, ``y`` of this shape, ``|f(x) - f(y)| <= bound * |x - y|`` for the function of the
-    graph with the weights that the forward pass uses, in exact arithmetic. The rounding of the forward pass in its
-    dtype is not included. That the graph is the model's function of each sample on its own is seen on random inputs
-    in batches of two sizes. What has no rule raises; nothing is taken to be 1 in silence.
+    Proved: for all inputs ``x``, ``y`` of this shape, ``|f(x) - f(y)| <= bound * |x - y|`` for the recorded calls with
+    the weights that the forward pass uses, in exact arithmetic, and that the samples of a batch do not mix. The
+    rounding of the forward pass in its dtype is not included. That the model makes the same calls for every batch is
+    seen on random inputs. What has no rule raises; nothing is taken to be 1 in silence.
 
     A network that starts with an embedding takes tokens: its constant is that with respect to one-hot vectors over
     the vocabulary, so that changing ``k`` tokens changes the output by at most ``bound * sqrt(2 k)``.
@@ -46,14 +67,301 @@ def lipschitz_bound(model: nn.Module, input_shape: Sequence[int]) -> float:
     Args:
         model: not changed. In eval mode if it has layers that behave differently in training (dropout, batch
             normalisation, spectral normalisation); training mode is refused for them.
-        input_shape: shape of one input without the batch.
+        input_shape: shape of one input without the batch; a list of shapes for a model of several inputs, or a
+            dictionary for inputs by name. The bound is then with respect to all of them together, and with several
+            outputs (tuples, dictionaries) of all of these together.
 
     Raises:
-        NoRuleError: if a module or function is not Lipschitz or has no rule, or the forward pass is not a fixed
-            function of each sample; it names the module and how to register a rule.
+        NoRuleError: if a call is not Lipschitz or has no rule, or the forward pass is not a fixed function of each
+            sample; it names the module and the line.
+        TypeError: if the model is no module.
         ValueError: if the shape does not fit, or weights are not finite.
 
     >>> model = nn.Sequential(OrthoConv2d(3, 12, 2, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(768, 10))
     >>> bound = lipschitz_bound(model, (3, 16, 16))
     """
-    return follow(model, input_shape)[0]
+    return analyse(model, input_shape).bound
+
+
+@dataclass(frozen=True, eq=False)
+class Analysis:
+    """What is known about a network.
+
+    Attributes:
+        bound: certified Lipschitz bound of everything that it returns.
+        graph: the calls of its forward pass.
+        walk: their bounds.
+        gains: of each call, by its ``id``: by how much at most a change of its results alone changes what the network
+            returns.
+    """
+
+    bound: float
+    graph: Graph
+    walk: Walk
+    gains: dict[int, float]
+
+    @property
+    def head(self) -> Node | None:
+        """The product with a constant matrix whose result is the network's, if there is one."""
+        if len(self.graph.outputs) != 1 or all(node.moves for node in self.graph.nodes):
+            return None
+        last, labels = [node for node in self.graph.nodes if not node.moves][-1], self.graph.outputs[0]
+        expected = torch.arange(labels.numel(), dtype=torch.float64).view(labels.shape) + last.start
+        whole = last.op in ("addmm", "mm") and last.outputs[0][1] == labels.shape and torch.equal(labels, expected)
+        names = ("mat1", "mat2") if last.op == "addmm" else ("self", "mat2")
+        if not whole or not isinstance(last.args[names[0]], Value) or isinstance(last.args[names[1]], Value):
+            return None
+        plain = last.op == "mm" or (last.args.get("alpha", 1) == 1 and not isinstance(last.args["self"], Value))
+        return last if plain else None
+
+    @property
+    def head_weight(self) -> Tensor | None:
+        """Weight ``(classes, features)`` of the head."""
+        return None if self.head is None else self.head.args["mat2"].detach().mT
+
+    @property
+    def features_bound(self) -> float:
+        """Certified bound of what the head reads; that of the whole network if there is no head."""
+        if self.head is None:
+            return self.bound
+        name = "mat1" if self.head.op == "addmm" else "self"
+        return self.walk.rounded_up(self.walk.bound([self.head.args[name].labels]))
+
+
+def analyse(model: nn.Module, input_shape: InputShape, *, compare: bool = True) -> Analysis:
+    """Trace a network and bound all that it computes; see ``lipschitz_bound``.
+
+    Args:
+        model: not changed.
+        input_shape: as for ``lipschitz_bound``.
+        compare: whether to run the model on random inputs, and see that it is what was traced.
+
+    >>> found = ts.lipschitz.analyse(nn.Sequential(OrthoLinear(8, 6), nn.ReLU(), nn.Linear(6, 3)), (8,))
+    >>> found.head_weight.shape, round(found.features_bound, 4)
+    (torch.Size([3, 6]), 1.0)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}: put a function in a module")
+    shapes = checked_shapes(input_shape)
+    refuse_unreadable(model)
+    like = input_like(model)
+    with unchanged(model):
+        graph = _traced(model, shapes, like)
+        if compare:
+            _compare(model, graph, shapes, like)
+    walk = Walk(graph)
+    walk.forward()
+    if graph.tokens and any(_is_input(labels, graph) for labels in graph.outputs):
+        raise NoRuleError("tokens that do not go to an embedding have no Lipschitz constant")
+    for labels in graph.outputs:
+        if labels.ndim == 0 or labels.shape[0] != BATCH:
+            raise NoRuleError(
+                f"{class_name(model)} moves or mixes the samples of a batch: it returns {tuple(labels.shape)} for a "
+                f"batch of {BATCH}"
+            )
+    first = [torch.cat([torch.ones_like(labels[:1]), torch.zeros_like(labels[1:])]) for labels in graph.outputs]
+    weights, gains = walk.back(graph.outputs, first)
+    if any(bool((w[1:] > 0).any()) for w in weights):
+        raise NoRuleError(
+            f"{class_name(model)} mixes the samples of a batch: what it returns for one depends on the others"
+        )
+    whole = math.sqrt(max(float(w[0].max()) for w in weights))
+    bound = walk.rounded_up(min(whole, walk.bound(graph.outputs)))
+    return Analysis(bound, graph, walk, gains)
+
+
+def _is_input(labels: Tensor, graph: Graph) -> bool:
+    end = sum(math.prod(shape) for _, shape in graph.inputs)
+    return bool(((labels != 0) & (labels.abs() <= end)).any())
+
+
+def checked_shapes(input_shape: InputShape) -> list[Shape] | dict[str, Shape]:
+    """Shapes of all inputs, by position or by name.
+
+    Raises:
+        ValueError: if they are not shapes.
+    """
+    if isinstance(input_shape, Mapping):
+        named = {str(name): _checked_shape(shape, input_shape) for name, shape in input_shape.items()}
+        if named:
+            return named
+    elif isinstance(input_shape, list | tuple) and input_shape and not isinstance(input_shape[0], int):
+        return [_checked_shape(shape, input_shape) for shape in input_shape]
+    return [_checked_shape(input_shape, input_shape)]
+
+
+def _checked_shape(shape: Any, given: Any) -> Shape:
+    sizes = tuple(shape) if isinstance(shape, list | tuple) else ()
+    if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        raise ValueError(
+            f"input_shape={given!r} must be positive integers, one input without the batch, or a list or dictionary of "
+            "such shapes"
+        )
+    return sizes
+
+
+def _traced(model: nn.Module, shapes: Any, like: Tensor) -> Graph:
+    try:
+        return Tracer(model, like.dtype, is_leaf).trace(shapes, like.device, tokens=False)
+    except TakesTokens:
+        return Tracer(model, like.dtype, is_leaf).trace(shapes, like.device, tokens=True)
+
+
+def random_inputs(graph: Graph, shapes: Any, like: Tensor, batch: int) -> Any:
+    """Normal noise, the same each time; tokens if that is what the model takes."""
+    generator = torch.Generator().manual_seed(0)
+    words = min((len(node.args["weight"]) for node in graph.nodes if node.op == "embedding"), default=1)
+
+    def made(shape: Shape) -> Tensor:
+        if graph.tokens:
+            return torch.randint(words, (batch, *shape), generator=generator).to(like.device)
+        return torch.randn(batch, *shape, generator=generator).to(like)
+
+    if isinstance(shapes, dict):
+        return {name: made(shape) for name, shape in shapes.items()}
+    return [made(shape) for shape in shapes]
+
+
+def _compare(model: nn.Module, graph: Graph, shapes: Any, like: Tensor) -> None:
+    """See that the model does with numbers, and another batch, what was traced.
+
+    Raises:
+        NoRuleError: if not.
+    """
+    expected = iter(all_calls(graph.nodes))
+    inputs = random_inputs(graph, shapes, like, _OTHER_BATCH)
+
+    def observe(op: str, args: dict[str, Any], out: list[Tensor]) -> None:
+        node = next(expected, None)
+        if node is None or node.op != op:
+            raise NoRuleError(
+                f"{class_name(model)} makes other calls for a batch of {_OTHER_BATCH} than for one of {BATCH}: it does "
+                "not treat the samples one by one"
+            )
+        for name, value in args.items():
+            if op != "leaf" and not _same_constant(node.args.get(name), value):
+                raise NoRuleError(f"{node.where()}: its constant {name!r} depends on the size of the batch")
+
+    followed = Evaluator(model, like.dtype, is_leaf, observe).evaluate(inputs)
+
+    def called(values: Any) -> list[Tensor]:
+        result = model(**values) if isinstance(values, dict) else model(*values)
+        return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+    def each(change: Any) -> Any:
+        return {n: change(v) for n, v in inputs.items()} if isinstance(inputs, dict) else [change(v) for v in inputs]
+
+    with torch.no_grad():
+        plain, flipped, alone = called(inputs), called(each(lambda v: v.flip(0))), called(each(lambda v: v[:1]))
+    with torch.enable_grad():  # what an attack computes
+        graded = called(inputs)
+    exact = [leaf for leaf in tree_leaves(followed) if isinstance(leaf, Tensor)]
+    reason = (
+        f"{class_name(model)} returns other values when it runs than when it is followed; it must not depend on whether "
+        "it is traced or compiled, on gradients being recorded, or on anything but its input"
+    )
+    _refuse_difference(plain, exact, like.dtype, reason)
+    _refuse_difference(plain, graded, like.dtype, reason)
+    depends = f"{class_name(model)} moves or mixes the samples of a batch: outputs depend on the others, or on the place"
+    first = plain if any(t.ndim == 0 for t in plain) else [t[:1] for t in plain]
+    _refuse_difference(alone, first, like.dtype, depends)
+    _refuse_difference(plain, [t.flip(0) if t.ndim else t for t in flipped], like.dtype, depends)
+
+
+def _same_constant(traced: Any, seen: Any) -> bool:
+    """Whether an argument that does not depend on the input is the same for a batch of another size."""
+    if isinstance(traced, Value) or traced is None or isinstance(seen, str | torch.dtype | torch.device):
+        return True
+    if isinstance(traced, Tensor) and isinstance(seen, Tensor):
+        if traced.ndim and traced.shape != seen.shape and traced.shape[1:] == seen.shape[1:]:
+            traced, seen = traced[:1], seen[:1]
+        one, two = traced.detach().cpu().double(), seen.cpu().double()
+        return one.shape == two.shape and torch.equal(one.nan_to_num(), two.nan_to_num())
+    if isinstance(traced, list | tuple) and isinstance(seen, list | tuple):
+        return len(traced) == len(seen) and all(map(_same_constant, traced, seen))
+    return isinstance(traced, Tensor) or isinstance(seen, Tensor) or traced == seen
+
+
+def _refuse_difference(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype, reason: str) -> None:
+    """Refuse outputs that differ by more than arithmetic can explain.
+
+    The tolerance, some times the root of the dtype's precision, is that of rounding which a deep network amplifies. It
+    need not be sharp: what it looks for is another function.
+    """
+    same = len(found) == len(expected)
+    for one, two in zip(found, expected, strict=False):
+        if one.shape != two.shape:
+            same = False
+            continue
+        a, b = (t.detach().cpu().double() for t in (one, two))
+        shorter = max((dtype, *(t.dtype for t in (one, two) if t.is_floating_point())), key=lambda d: torch.finfo(d).eps)
+        finite = b[b.isfinite()].abs()
+        size = float(finite.max()) if finite.numel() else 0.0
+        tolerance = 8 * (torch.finfo(shorter).eps ** 0.5 * size + torch.finfo(shorter).tiny)
+        same = same and torch.allclose(a, b, rtol=0, atol=tolerance, equal_nan=True)
+    if not same:
+        raise NoRuleError(reason)
+
+
+def all_calls(nodes: list[Node]) -> list[Node]:
+    """The calls of a graph in the order in which they end: a leaf after what it computes inside."""
+    calls = [node for node in nodes if not node.moves]
+    return [call for node in calls for call in (*all_calls(node.inner), node)]
+
+
+# What a leaf that is not made of calls with rules may be off by in float64, relative to its input and output: assumed.
+_LEAF_ERROR = 1e-12
+
+
+class ExactEvaluation:
+    """Evaluates a network in float64, and bounds the rounding error of that.
+
+    If ``ṽ`` are the results of a call in float64 for the arguments that it really got, and ``δ`` their distance from the
+    exact results for the same arguments, then the network's results are off by at most the sum over all calls of ``gain
+    · |δ|``: replace the calls by exact ones, from the last to the first. The gains are those of the analysis, the
+    distances the standard bounds of each kind of call, with the norms of this batch.
+
+    Args:
+        model: the network.
+        found: what is known about it.
+    """
+
+    def __init__(self, model: nn.Module, found: Analysis) -> None:
+        self.model, self.found = model, found
+        self.calls = all_calls(found.graph.nodes)
+        self.dtype = input_like(model).dtype
+        self.kept: dict[Any, Any] = {}
+
+    def __call__(self, inputs: Tensor) -> tuple[Any, float]:
+        """Results of a batch in float64, and how far they are from the exact ones at most (l2, all together).
+
+        Raises:
+            NoRuleError: if the model makes other calls than it was analysed for.
+        """
+        left = iter(self.calls)
+        error = 0.0
+
+        def observe(op: str, args: dict[str, Any], out: list[Tensor]) -> None:
+            nonlocal error
+            node = next(left, None)
+            if node is None or node.op != op:
+                raise NoRuleError(f"{class_name(self.model)} makes other calls for this batch than it was analysed for")
+            error += self._contribution(node, args, out)
+
+        evaluator = Evaluator(self.model, self.dtype, is_leaf, observe)
+        evaluator.kept = self.kept
+        result = evaluator.evaluate(inputs)
+        return result, error * (1 + 1e-9)
+
+    def _contribution(self, node: Node, args: dict[str, Any], out: list[Tensor]) -> float:
+        gain = self.found.gains.get(id(node), 0.0)
+        if not gain:
+            return 0.0
+        if node.op == "leaf":
+            if any(id(inner) in self.found.gains for inner in node.inner):
+                return 0.0
+            size = sum(c * float(part.norm()) for c, part in zip(node.constants or [], args.values(), strict=False))
+            local = _LEAF_ERROR * (float(out[0].norm()) + size)
+        else:
+            local = RULES[node.op].rounding(args, out)
+        return gain * local if local else 0.0

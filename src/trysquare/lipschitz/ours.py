@@ -7,60 +7,80 @@ were rounded to the layer's dtype are nearly so, and the theorem is used with a 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trysquare.layers import activations, centering, pooling, residual, scaling
-from trysquare.layers.activations import with_slopes_in_unit_interval
-from trysquare.layers.conv import AffineInverse
+from trysquare.layers import activations
+from trysquare.layers.activations import MONOTONE, with_slopes_in_unit_interval
+from trysquare.layers.conv import _Convolution, _TransposedConvolution
 from trysquare.layers.fourier import _FourierConvolution, _Plain, _Transposed
-from trysquare.layers.heads import UnitNormLinear
 from trysquare.layers.packing import PackedKernels, unpack
+from trysquare.layers.pooling import EuclideanNorm
 from trysquare.layers.potential import _PotentialStep
 from trysquare.layers.sandwich import _ExplicitSandwich, _Sandwich
 from trysquare.layers.sandwich_fourier import _FourierSandwich
-from trysquare.layers.shuffle import ChannelShuffle
 from trysquare.layers.sllaoc import _FusedBlock
 from trysquare.linalg.bounds import domain_range, normalized, rescaled_up, singular_value_range
 from trysquare.linalg.kernels import adjoint
 from trysquare.linalg.precision import at_least_float32, full_precision
 from trysquare.linalg.rescaling import positive
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF, Polyphase, polyphase
-from trysquare.lipschitz.factors import ROUND_UP, axis_norm, constant, factor, matrix_norm, most_windows, own_axis
-from trysquare.lipschitz.follow import follow_part
-from trysquare.lipschitz.modules import linear_layer
-from trysquare.lipschitz.registry import NoRuleError, Shape, find_rule, input_dtype, rule
-from trysquare.operators import LinearOperator, checked_weight, convolution_axes, used_weight
+from trysquare.lipschitz.leaves import input_dtype, leaf, rule
+from trysquare.lipschitz.rules import matrix_norm
+from trysquare.lipschitz.trace import NoRuleError, Shape, input_like
+from trysquare.operators import (
+    LinearOperator,
+    as_defined,
+    checked_weight,
+    convolution_axes,
+    has_hooks,
+    read_layer,
+    remember,
+    used_weight,
+)
 from trysquare.spectrum import norm_range
 
+# Covers the roundings of a rule that takes more than a handful of steps.
+ROUND_UP = 1 + 2.0**-48
 _CHUNK_NUMBERS = 1 << 23
 # Distances of kernels below which the quick bound will do.
 _SMALL = 1e-6
 
-# Signs change, or numbers of one input change places.
-rule(activations.Abs, ChannelShuffle, pooling._InvertibleDownsampling, pooling._InvertibleUpsampling)(constant(1.0))
-# The mean is taken off by a projector; norms and maxima over everything that there is are 1-Lipschitz.
-rule(centering.LayerCentering, pooling.GlobalL2NormPool, pooling.GlobalMaxPool)(constant(1.0))
-rule(UnitNormLinear)(linear_layer)
+# Signs change; slopes are 1 and -1, whatever the kinks; a norm is 1-Lipschitz.
+rule(activations.Abs, activations.NActivation, EuclideanNorm)(lambda layer, *shapes: 1.0)
 
 
-@rule(activations.MaxMin, activations.GroupSort, activations.FullSort)
-def sorting(layer: Any, shape: Shape) -> float:
-    """A permutation that depends on the input, and is continuous."""
-    own_axis(layer.dim, shape)
-    return 1.0
+def _by_series(layer: Any) -> bool:
+    return bool(layer._goes_by_series())
 
 
-@rule(activations.NActivation)
-def n_activation(layer: activations.NActivation, shape: Shape) -> float:
-    """Slopes 1 and -1, whatever the kinks."""
-    own_axis(layer.dim, shape)
-    checked_weight(layer.kinks, "NActivation")
-    return 1.0
+def linear_layer(layer: nn.Module, shape: Shape) -> float:
+    """The certified spectral norm of a layer that computes what its weight says, as a random input shows."""
+    operator = read_layer(layer, shape)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, *shape, generator=generator, dtype=torch.float64)
+    layer_input = x.to(input_like(layer))
+    with torch.no_grad():
+        found = layer(layer_input).double().cpu()
+        bias: Any = layer.bias
+        shift = 0.0 if bias is None else bias.detach().double().cpu().view(-1, *(1,) * len(operator.axes))
+    expected = operator.transpose(x) if operator.transposed else operator.apply(x)
+    if operator.transposed:
+        # The crop of a circular layer only turns the circle that its operator is about.
+        found, expected = ((t - s).abs().flatten().sort().values for t, s in ((found, shift), (expected, 0.0)))
+        shift = 0.0
+    tolerance = 8 * torch.finfo(layer_input.dtype).eps ** 0.5 * (float(expected.abs().max()) + 1)
+    if not torch.allclose(found, expected + shift, rtol=0, atol=tolerance):
+        raise NoRuleError("it computes something else than its weight and its numbers say; make a new layer instead")
+    return norm_range(operator, lowest=False)[1]
+
+
+# These are applied in terms that add up to less than each of them could be.
+leaf(_Convolution, when=_by_series)(linear_layer)
+rule(_TransposedConvolution)(linear_layer)
 
 
 @rule(activations.Householder)
@@ -70,7 +90,6 @@ def householder(layer: activations.Householder, shape: Shape) -> float:
     In order 2 four pieces, each of them a cosine and a sine that were rounded. The rounding of their borders moves the
     output as that of any sum does.
     """
-    own_axis(layer.dim, shape)
     theta = layer.theta.detach().to(at_least_float32(layer.theta.dtype))
     if layer.order == 1:
         normals = torch.stack(((theta / 2).sin(), (theta / 2).cos())).to(input_dtype())
@@ -81,100 +100,11 @@ def householder(layer: activations.Householder, shape: Shape) -> float:
     return 1.0 + 2 * torch.finfo(input_dtype()).eps
 
 
-# In eval mode a translation.
-rule(centering.BatchCentering)(constant(1.0))
-
-
-@rule(scaling.InputScaling)
-def input_scaling(layer: scaling.InputScaling, shape: Shape) -> float:
-    """Division by the smallest deviation, as it is cast to the dtype of the input."""
-    smallest = float(checked_weight(layer.std.to(input_dtype()), "InputScaling").abs().min())
-    if smallest == 0:
-        raise ValueError("a deviation is 0, so the scaling is not Lipschitz; drop the channel that is constant")
-    return 1 / smallest * ROUND_UP
-
-
-@rule(pooling._ScaledAvgPool)
-def scaled_avg_pool(layer: Any, shape: Shape) -> float:
-    """Averages along one axis at a time, and the factor in front."""
-    axes = zip(layer.kernel_size, layer.stride, layer.padding, shape[1:], strict=True)
-    norms = (axis_norm(partial(F.avg_pool1d, kernel_size=k, stride=s, padding=p), size) for k, s, p, size in axes)
-    return math.prod(norms) * factor((math.prod(layer.kernel_size) / layer.overlap) ** 0.5) * ROUND_UP
-
-
-def _shared_windows(layer: Any, shape: Shape) -> int:
-    """Largest number of windows that really read the same input."""
-    axes = zip(layer.kernel_size, layer.stride, layer.padding, layer.dilation, shape[1:], strict=True)
-    return math.prod(most_windows(*numbers) for numbers in axes)
-
-
-@rule(pooling._L2NormPool, pooling._LipschitzMaxPool)
-def pool_of_windows(layer: Any, shape: Shape) -> float:
-    """A norm or maximum is 1-Lipschitz in its window; an input counts once for each window that reads it."""
-    shared = _shared_windows(layer, shape)
-    return 1.0 if shared == layer.overlap == 1 else factor(layer.overlap**-0.5) * math.sqrt(shared) * ROUND_UP
-
-
-@rule(pooling.GlobalScaledAvgPool)
-def global_scaled_avg_pool(layer: Any, shape: Shape) -> float:
-    """A row of ``1 / n`` for each channel, times the factor in front."""
-    positions = math.prod(shape[1:])
-    return factor(positions**0.5) / math.sqrt(positions) * ROUND_UP
-
-
-def _skip_bound(layer: Any, shape: Shape) -> tuple[float, torch.dtype]:
-    return (1.0, input_dtype()) if layer.shortcut is None else follow_part(layer.shortcut, shape)
-
-
-def _size(factor: Tensor, dtype: torch.dtype) -> float:
-    """Absolute value of a factor, as it is or as it is cast to ``dtype``, whichever is larger."""
-    exact = checked_weight(torch.stack((factor.double(), factor.to(dtype).double())), "the residual")
-    return float(exact.abs().max())
-
-
-@rule(residual.LearnableResidual)
-def learnable_residual(layer: residual.LearnableResidual, shape: Shape) -> float:
-    """``(|a1| L_skip + |a2| L_branch) / (|a1| + |a2|)``, each factor as it is rounded."""
-    (skip, skip_dtype), (branch, branch_dtype) = _skip_bound(layer, shape), follow_part(layer.branch, shape)
-    skip_scale, scale, share = (factor.detach() for factor in layer.factors(input_dtype()))
-    through = _size(scale, input_dtype()) * branch * _size(share, branch_dtype)
-    return (_size(skip_scale * share, skip_dtype) * skip + through) * ROUND_UP
-
-
-@rule(residual.ConvexResidual)
-def convex_residual(layer: residual.ConvexResidual, shape: Shape) -> float:
-    """``(1 - t) L_skip + t L_branch``, both weights as they are rounded."""
-    (skip, skip_dtype), (branch, branch_dtype) = _skip_bound(layer, shape), follow_part(layer.branch, shape)
-    weight = residual._exact(layer.logit.detach()).sigmoid()
-    return (_size(1 - weight, skip_dtype) * skip + _size(weight, branch_dtype) * branch) * ROUND_UP
-
-
-@rule(residual.ConcatResidual)
-def concat_residual(layer: residual.ConcatResidual, shape: Shape) -> float:
-    """The halves do not share an input: the larger of 1 and the branch's bound."""
-    axis = own_axis(layer.dim, shape) % len(shape)
-    half = (*shape[:axis], shape[axis] // 2, *shape[axis + 1 :])
-    return max(1.0, follow_part(layer.branch, half)[0])
-
-
-@rule(residual.L2Residual)
-def l2_residual(layer: residual.L2Residual, shape: Shape) -> float:
-    """``sqrt(cos² L_skip² + sin² L_branch²)``: a norm of the pair is 1-Lipschitz."""
-    (skip, _), (branch, branch_dtype) = _skip_bound(layer, shape), follow_part(layer.branch, shape)
-    angle, wide = residual._exact(layer.angle.detach()), at_least_float32(branch_dtype)
-    return math.hypot(_size(angle.cos(), wide) * skip, _size(angle.sin(), wide) * branch) * ROUND_UP
-
-
-@rule(AffineInverse)
-def affine_inverse(layer: AffineInverse, shape: Shape) -> float:
-    """That of the adjoint."""
-    return follow_part(layer.adjoint, shape)[0]
-
-
 def _check_activation(layer: Any) -> None:
     """Refuse an activation that the block's theorem does not hold for."""
     activation = with_slopes_in_unit_interval(layer.activation)
-    if find_rule(activation) is None or activation._forward_hooks or activation._forward_pre_hooks:
+    known = next(cls for cls in type(activation).__mro__ if cls.__module__.startswith("torch.nn.modules"))
+    if not as_defined(activation, known) or has_hooks(activation):
         raise NoRuleError(
             f"activation={activation!r} overrides forward or has hooks, so its slopes are not known to be between 0 "
             "and 1"
@@ -346,3 +276,7 @@ def sandwich_convolution(layer: _FourierSandwich, shape: Shape) -> float:
     both = torch.cat((after / psi, before * psi), -1)
     rounding = 4 * UNIT_ROUNDOFF * float(torch.linalg.matrix_norm(both).max())
     return _halved_square(_blocks_norm(both, type(layer).__name__) + rounding)
+
+
+for _known in (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.CELU, *MONOTONE):
+    remember(_known)

@@ -183,9 +183,9 @@ def _certificate(text: str) -> Certificate:
         raise ValueError("radii, predictions and labels must be lists of one length, not empty")
     if not bool((certificate.radii >= 0).all()) or int(certificate.labels.min()) < 0:
         raise ValueError("a radius or a label is negative or not a number")
-    errors = (certificate.evaluation_error, certificate.safety)
+    errors = (certificate.evaluation_error, certificate.rounding)
     if not certificate.lipschitz >= 0 or not all(0 <= error < math.inf for error in errors):
-        raise ValueError("lipschitz, evaluation_error and safety must be numbers, at least 0")
+        raise ValueError("lipschitz, evaluation_error and rounding must be numbers, at least 0")
     if not certificate.epsilons or not all(0 <= epsilon < math.inf for epsilon in certificate.epsilons):
         raise ValueError("epsilons must be finite radii, at least one")
     return certificate

@@ -95,7 +95,7 @@ def facts(run: Run) -> Markup:
     certificate = run.certificate
     kind = "of the features" if certificate.pairwise else "of all logits"
     samples = certificate.measured_samples
-    measured = f"measured on {count(samples)} images" if samples else "given, not measured"
+    measured = f"measured on {count(samples)} images" if samples else "not measured"
     entries = [
         ("Lipschitz bound", bound(certificate.lipschitz), kind),
         ("Evaluation error", scientific(certificate.evaluation_error), measured),
@@ -140,22 +140,18 @@ def _proved(certificate: Certificate) -> str:
         "Each image has a radius. Add anything to its pixels (from 0 to 1, before any scaling): as long as the change "
         "is shorter than the radius, in Euclidean length, the function that the weights define gives the same class. "
         f"This holds for every attack, known or not. It follows from the weights in use: {source}. Assumed are float64 "
-        "arithmetic by IEEE 754, and that an evaluation in float64 errs by at most 10⁻¹² of the largest logit."
+        "arithmetic by IEEE 754. Rounding errors of the evaluation in float64 are bounded, and taken off."
     )
 
 
 def _measured(certificate: Certificate) -> str:
     error, samples = scientific(certificate.evaluation_error), certificate.measured_samples
     if not samples:
-        return (
-            f"The network runs with rounding errors. That they change the difference of two logits by at most {error} "
-            "was given by hand, and not checked; it was taken off every margin, for the image and for the changed one."
-        )
+        return "The network as it runs has rounding errors of its own. They were not measured."
     return (
-        "The network runs with rounding errors. Compared with float64, they changed differences of two logits by at "
-        f"most {error} on {count(samples)} images. The error of each image was taken off its margin, and "
-        f"{number(certificate.safety)} times the largest for the changed image, where it cannot be measured. Worse "
-        "rounding there is not excluded."
+        "The network as it runs has rounding errors of its own. Compared with float64, they changed differences of two "
+        f"logits by at most {error} on {count(samples)} images and noisy copies of them, and the class of "
+        f"{count(certificate.disagreements)} of these images. Worse rounding elsewhere is not excluded."
     )
 
 

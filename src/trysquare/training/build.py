@@ -14,7 +14,7 @@ from torch import nn
 from trysquare.certification import evaluating
 from trysquare.data import Images, Loader, load
 from trysquare.data.registry import check_images
-from trysquare.lipschitz import follow_classifier
+from trysquare.lipschitz import analyse
 from trysquare.losses import Loss, make_loss, margin_for_radius
 from trysquare.models import Classifier, build
 from trysquare.training.distribution import World
@@ -54,7 +54,7 @@ def build_loss(recipe: Recipe, model: Classifier, input_shape: tuple[int, ...]) 
             rows = model.head.weight
             # Losses take the √2 of orthonormal rows for granted.
             apart = float(torch.cdist(rows, rows).max()) / math.sqrt(2) if len(rows) > 1 else 1.0
-            return follow_classifier(model, input_shape).features_bound * apart
+            return analyse(model, input_shape).features_bound * apart
 
     if "lipschitz" in options and options["lipschitz"] is None:
         options["lipschitz"] = constant()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from trysquare.certification import certified_radius, evaluating
-from trysquare.lipschitz import follow_classifier
+from trysquare.lipschitz import analyse
 from trysquare.training.build import Parts, takes_head
 
 
@@ -40,13 +40,13 @@ def evaluate(parts: Parts) -> Evaluation:
     model, epsilons = parts.model, parts.recipe.evaluate.epsilons
     counts = torch.zeros(3 + len(epsilons), dtype=torch.float64)
     with evaluating(model):
-        found = follow_classifier(model, parts.input_shape)
+        found = analyse(model, parts.input_shape)
         options = {"head": model.head.weight} if takes_head(parts.loss) else {}
         for images, labels in parts.test.epoch(0):
             if len(labels):
                 logits = model(images)
                 loss = float(parts.loss(logits, labels, **options)) * len(labels)
-                radii = certified_radius(logits, labels, found.features_bound, found.head)
+                radii = certified_radius(logits, labels, found.features_bound, found.head_weight)
                 right = int((logits.argmax(1) == labels).sum())
                 counts += torch.tensor([loss, right, len(labels), *(int((radii > e).sum()) for e in epsilons)])
     loss, right, count, *certified = parts.world.total(counts.to(parts.world.device)).tolist()
