@@ -149,9 +149,7 @@ def trained(build: Callable[[], nn.Module], task: Task, **options: Any) -> dict[
 def certificate(model: nn.Module, task: Task) -> dict[str, Any]:
     """Accuracy, and certified accuracy at the usual radii, on the test images."""
     images, labels = task.test()
-    found = ts.certify(
-        peers.with_plain_layers(model), (images, labels), epsilons=EPSILONS, measured_samples=256
-    )
+    found = ts.certify(peers.with_plain_layers(model), (images, labels), epsilons=EPSILONS, measured_samples=256)
     return {
         "accuracy": found.clean_accuracy,
         "certified": [found.certified_accuracy(epsilon) for epsilon in EPSILONS],

@@ -1,7 +1,12 @@
 """Certificates against exact distances to decision boundaries, and against those who try to break them."""
 
+import copy
+import itertools
 import json
 import math
+import operator
+import sys
+from fractions import Fraction
 
 import pytest
 import torch
@@ -10,9 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trysquare as ts
-from trysquare import certification
 from trysquare.certification import evaluating, pairwise_distances
-from trysquare.lipschitz import NoRuleError, follow_classifier
+from trysquare.lipschitz import NoRuleError, analyse
 
 SQRT2 = math.sqrt(2)
 
@@ -184,14 +188,14 @@ def test_certificate_of_a_linear_model_is_exact(dtype):
     assert certificate.certified_accuracy(0.1) == float((certificate.radii > 0.1).double().mean())
 
 
-def test_certificate_with_a_given_error_is_within_1e_6_of_exact():
+def test_radii_of_a_linear_classifier_are_exact_to_float64():
     model = nn.Linear(16, 5)
     images = torch.rand(64, 16)
     labels = model(images).argmax(1)
-    certificate = ts.certify(model, (images, labels), evaluation_error=0.0)
-    with torch.no_grad():
-        exact = exact_radii(model.weight, model(images), labels)
-    assert torch.allclose(certificate.radii, exact, rtol=0, atol=1e-6)
+    certificate = ts.certify(model, (images, labels), measured_samples=0)
+    exact = exact_radii(model.weight, copy.deepcopy(model).double()(images.double()).detach(), labels)
+    assert (certificate.radii <= exact).all()
+    assert torch.allclose(certificate.radii, exact, rtol=0, atol=1e-11)
     assert certificate.measured_samples == 0
 
 
@@ -220,8 +224,8 @@ def test_heads_are_found_wherever_they_are(head):
         FeaturesAndHead(features, head),
         Scaled(FeaturesAndHead(features, head), [1.0]),
     ):
-        found = follow_classifier(model, (1, 4, 4))
-        assert found.head is head
+        found = analyse(model, (1, 4, 4))
+        assert torch.equal(found.head_weight, head.weight)
         assert found.features_bound == pytest.approx(1, rel=1e-5)
         assert found.bound == pytest.approx(ts.lipschitz_bound(model, (1, 4, 4)))
 
@@ -241,8 +245,8 @@ def doubled_in_secret(logits):
 )
 def test_what_follows_the_last_layer_is_not_ignored(after):
     model = FeaturesAndHead(nn.Flatten(), nn.Linear(16, 3), after)
-    found = follow_classifier(model, (16,))
-    assert found.head is None
+    found = analyse(model, (16,))
+    assert found.head_weight is None
     assert found.features_bound == found.bound
     images = torch.rand(4, 16)
     assert not ts.certify(model, (images, predicted(model, images))).pairwise
@@ -261,7 +265,7 @@ def test_a_head_that_is_not_the_output_is_not_used():
             return logits
 
     model = Distracted()
-    assert follow_classifier(model, (4,)).head is model.head
+    assert torch.equal(analyse(model, (4,)).head_weight, model.head.weight)
 
 
 def test_a_linear_layer_of_ones_own_is_not_a_head():
@@ -269,8 +273,8 @@ def test_a_linear_layer_of_ones_own_is_not_a_head():
         def forward(self, x):
             return 2 * super().forward(x)
 
-    found = follow_classifier(nn.Sequential(Twice(4, 3)), (4,))
-    assert found.head is None
+    found = analyse(nn.Sequential(Twice(4, 3)), (4,))
+    assert found.head_weight is None
 
 
 def test_the_model_is_evaluated_in_eval_mode_and_put_back():
@@ -317,23 +321,60 @@ def test_kinds_of_data_give_the_same_certificate():
         assert torch.allclose(radii, expected, atol=1e-5)
 
 
-def test_the_evaluation_error_is_measured_and_taken_off():
+def test_the_rounding_of_the_program_is_measured_and_reported_beside():
     model = network()
     images = torch.rand(40, 1, 8, 8)
     labels = predicted(model, images)
     certificate = ts.certify(model, (images, labels))
     assert 1e-9 < certificate.evaluation_error < 1e-5
     assert certificate.measured_samples == 40
+    assert 0 < certificate.rounding < 1e-9
+    assert certificate.disagreements == 0
     with torch.no_grad():
-        head = model[-1]
-        plain = ts.certified_radius(model.eval()(images), labels, certificate.lipschitz, head)
-    assert (certificate.radii < plain).all()
+        plain = ts.certified_radius(model.eval()(images), labels, certificate.lipschitz, model[-1])
+    assert (certificate.program_radii < certificate.radii).all()
     assert torch.allclose(certificate.radii, plain, atol=1e-4)
-    some = ts.certify(model, (images, labels), float64_samples=7, batch_size=5)
+    assert torch.allclose(certificate.program_radii, plain, atol=1e-4)
+    some = ts.certify(model, (images, labels), measured_samples=7, batch_size=5)
     assert some.measured_samples == 7
-    assert torch.allclose(some.radii, plain, atol=1e-4)
-    careful = ts.certify(model, (images, labels), safety=100.0)
-    assert (careful.radii < certificate.radii).all()
+    assert torch.allclose(some.radii, certificate.radii, rtol=1e-7)
+
+
+def true_function(model, images):
+    """Logits by exact rational arithmetic."""
+    values = [[Fraction(float(v)) for v in row] for row in images.flatten(1)]
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            weight = [[Fraction(float(v)) for v in row] for row in layer.weight.detach()]
+            bias = [Fraction(float(v)) for v in layer.bias.detach()]
+            values = [[sum(map(operator.mul, row, x), b) for row, b in zip(weight, bias, strict=True)] for x in values]
+        else:
+            values = [[max(v, Fraction(0)) for v in x] for x in values]
+    return values
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_radii_are_of_the_exact_function_whatever_the_weights(dtype):
+    # Large numbers that cancel: what is computed has little to do with the function.
+    broken = 0
+    for seed, large in itertools.product(range(12), (1e3, 1e8, 1e13)):
+        torch.manual_seed(seed)
+        if large > 1e4 and dtype == torch.float16:
+            continue
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)).to(dtype)
+        with torch.no_grad():
+            model[0].weight.copy_(torch.eye(4)), model[1].weight.copy_(torch.eye(4))
+            model[0].bias.add_(large), model[1].bias.sub_(large)
+        images = torch.randn(5, 4, dtype=dtype)
+        labels = copy.deepcopy(model).double()(images.double()).argmax(1)
+        for batch in (5, 1):
+            certificate = ts.certify(model, (images, labels), batch_size=batch)
+            exact = true_function(model, images)
+            for radius, row, label in zip(certificate.radii.tolist(), exact, labels.tolist(), strict=True):
+                margin = min(row[label] - other for j, other in enumerate(row) if j != label)
+                assert radius == 0 or margin > 0, (seed, large)
+                broken += radius == 0
+    assert broken > 0 or dtype == torch.float16
 
 
 def test_the_reference_has_the_weights_of_the_model():
@@ -390,7 +431,9 @@ def test_an_image_that_is_computed_exactly_does_not_speak_for_those_around_it(dt
         labels = predicted(model, black)
         certificate = ts.certify(model, (black, labels))
         assert certificate.evaluation_error > 0
-        moved = ts.attacks.pgd_l2(model, black, labels, certificate.radii, box=None)
+        if not float(certificate.program_radii):
+            continue
+        moved = ts.attacks.pgd_l2(model, black, labels, certificate.program_radii, box=None)
         assert torch.equal(predicted(model, moved), labels)
 
 
@@ -418,21 +461,6 @@ def test_the_reference_is_in_float64_whatever_the_model_asks_for():
         assert ts.certify(model, (x, labels)).radii == 0 or exact.argmax() == labels
 
 
-def test_images_are_few_at_a_time_in_float64():
-    seen = []
-
-    class Recording(nn.Flatten):
-        def forward(self, x):
-            seen.append((len(x), x.dtype))
-            return super().forward(x)
-
-    images = torch.rand(40, 2, 3)
-    assert torch.equal(certification._in_float64(Recording(), images), images.double().flatten(1))
-    assert sum(count for count, _ in seen) == 40
-    assert max(count for count, _ in seen) <= 16
-    assert {dtype for _, dtype in seen} == {torch.float64}
-
-
 def test_parts_in_single_precision_do_not_keep_a_model_from_being_certified():
     model = nn.Sequential(nn.Flatten(), ts.OrthoLinear(64, 16), ts.MaxMin(), _InSinglePrecision(16, 3)).eval()
     images = torch.rand(8, 1, 8, 8)
@@ -445,7 +473,7 @@ def test_large_values_inside_are_seen_around_an_image_that_hides_them():
         model[0].weight.fill_(1), model[0].bias.fill_(1024)
         model[2].weight.copy_(torch.tensor([[0.0], [1.0]])), model[2].bias.copy_(torch.tensor([1.0, -1023.0]))
     x = torch.tensor([[2.0**-13]])
-    radius = float(ts.certify(model, (x, torch.tensor([1]))).radii)
+    radius = float(ts.certify(model, (x, torch.tensor([1]))).program_radii)
     assert model(x - 2.0**-14).argmax() == 0
     assert radius <= 2.0**-14
 
@@ -465,14 +493,25 @@ def test_autocast_rounds_what_it_hides():
     x = torch.tensor([[step]])
     with torch.autocast("cpu", torch.bfloat16):
         assert model(x - step / 2).argmax() == 0
-        assert float(ts.certify(model, (x, torch.tensor([1]))).radii) <= step / 2
+        assert float(ts.certify(model, (x, torch.tensor([1]))).program_radii) <= step / 2
 
 
 def test_curve_and_table_and_json():
     radii = torch.tensor([0.0, 0.1, 0.5, 2.0, math.inf], dtype=torch.float64)
     labels = torch.tensor([0, 1, 2, 3, 4])
     certificate = ts.Certificate(
-        radii, torch.tensor([1, 1, 2, 3, 4]), labels, (36 / 255, 0.3, 1.0), 1.0, True, 1e-7, 5, 2.0, (1, 8, 8)
+        radii,
+        torch.tensor([1, 1, 2, 3, 4]),
+        labels,
+        (36 / 255, 0.3, 1.0),
+        1.0,
+        True,
+        1e-9,
+        torch.full((5,), 0.01, dtype=torch.float64),
+        1e-7,
+        5,
+        0,
+        (1, 8, 8),
     )
     assert certificate.clean_accuracy == 0.8
     curve = certificate.curve(5)
@@ -496,7 +535,9 @@ def test_curve_and_table_and_json():
 
 def test_an_infinite_constant_comes_back_from_json():
     zeros = torch.zeros(2, dtype=torch.int64)
-    certificate = ts.Certificate(zeros.double(), zeros, zeros, (0.5,), math.inf, False, 0.0, 0, 2.0, (4,))
+    certificate = ts.Certificate(
+        zeros.double(), zeros, zeros, (0.5,), math.inf, False, 0.0, zeros.double(), 0.0, 0, 0, (4,)
+    )
     assert ts.Certificate.from_json(certificate.to_json()).lipschitz == math.inf
 
 
@@ -509,7 +550,7 @@ def test_other_json_is_refused(text):
 def test_curve_where_everything_is_safe():
     safe = torch.full((2,), math.inf, dtype=torch.float64)
     zeros = torch.zeros(2, dtype=torch.int64)
-    certificate = ts.Certificate(safe, zeros, zeros, (0.5,), 0.0, False, 0.0, 0, 2.0, (4,))
+    certificate = ts.Certificate(safe, zeros, zeros, (0.5,), 0.0, False, 0.0, zeros.double(), 0.0, 0, 0, (4,))
     assert certificate.curve(2) == [(0.0, 1.0), (0.5, 1.0)]
     assert "of all logits" in str(certificate)
 
@@ -530,9 +571,8 @@ IMAGES, LABELS = torch.rand(4, 6), torch.tensor([0, 1, 2, 0])
         ([(IMAGES, LABELS), (IMAGES[:, :5], LABELS)], {}, r"\(4, 5\)"),
         ((IMAGES, LABELS), {"epsilons": []}, "at least one"),
         ((IMAGES, LABELS), {"epsilons": [-1.0]}, "none negative"),
-        ((IMAGES, LABELS), {"safety": -1.0}, "safety=-1"),
-        ((IMAGES, LABELS), {"evaluation_error": math.inf}, "evaluation_error=inf"),
-        ((IMAGES, LABELS), {"float64_samples": 0}, "float64_samples=0"),
+        ((IMAGES, LABELS), {"measured_samples": -1}, "measured_samples=-1"),
+        ((IMAGES, LABELS), {"batch_size": 0}, "batch_size=0"),
     ],
 )
 def test_certify_refuses_nonsense(data, options, message):
@@ -549,15 +589,38 @@ def test_models_that_cannot_be_certified():
         ts.certify(broken, (IMAGES, LABELS))
 
 
-def test_a_model_that_cannot_run_in_float64_can_be_given_its_error(monkeypatch):
-    class Single(nn.Linear):
+def test_outputs_and_images_of_another_kind_are_refused():
+    class Pair(nn.Linear):
         def forward(self, x):
-            raise RuntimeError("there is no kernel for float64")
+            return super().forward(x), x
 
-    monkeypatch.setattr("trysquare.certification.with_fixed_weights", lambda model: Single(6, 3))
-    with pytest.raises(ValueError, match=r"no kernel for float64.* give evaluation_error"):
-        ts.certify(nn.Linear(6, 3), (IMAGES, LABELS))
-    assert ts.certify(nn.Linear(6, 3), (IMAGES, LABELS), evaluation_error=1e-5).evaluation_error == 1e-5
+    with pytest.raises(TypeError, match=r"logits \(batch, classes\), not list"):
+        ts.certify(Pair(6, 3), (IMAGES, LABELS))
+    with pytest.raises(TypeError, match="images must be a tensor"):
+        ts.certify(nn.Linear(6, 3), [([1.0, 2.0], LABELS)], input_shape=(6,))
+
+
+def test_radii_at_the_ends_of_the_floats():
+    label, eye = torch.tensor([0]), torch.eye(2, dtype=torch.float64)
+
+    def radius(logits, lipschitz, scale=None, error=0.0):
+        head = None if scale is None else scale * eye
+        return float(
+            ts.certified_radius(torch.tensor([logits], dtype=torch.float64), label, lipschitz, head, error=error)
+        )
+
+    assert radius([1e-300, 0.0], 1e-200, 1e-200) == pytest.approx(1e100 / SQRT2, rel=1e-9)
+    assert radius([1.0, 0.0], 1e-200, 1e-200) == pytest.approx(sys.float_info.max)  # finite: about 7e399
+    assert radius([1e308, -1e308], 1.0) == pytest.approx(1e308 / SQRT2 * 2)
+    assert 0 <= radius([5e-324, 0.0], 1.0) <= 5e-324
+    assert radius([5e-324, 0.0], 1e-300) == pytest.approx(5e-324 * 1e300 / SQRT2, rel=1e-9)
+    assert radius([1.0, 0.0], 1e200, 1e200) == 0.0
+    assert radius([1.0, 0.0], 0.0) == math.inf
+    assert radius([0.0, 0.0], 0.0) == 0.0
+    assert radius([1.0, 0.0], 1.0, error=0.25) == pytest.approx(0.75 / SQRT2)
+    for wrong in (torch.zeros(5), torch.zeros(1, 1)):
+        with pytest.raises(ValueError, match="one for each of 1 samples"):
+            radius([1.0, 0.0], 1.0, error=wrong)
 
 
 def test_compiled_models_are_certified_as_what_they_are():

@@ -3,8 +3,8 @@
 What is proved. Let ``f`` be the function that the model's calls and weights define in exact arithmetic, and ``x`` an
 image that it sees (pixels before any scaling in front of the network, rounded to the model's dtype). No ``x'`` with
 ``|x' - x|`` below the radius of ``x`` is given another class by ``f``. The Lipschitz constants come from
-``trysquare.lipschitz``, the margins from an evaluation of the same calls in float64, less a bound on the rounding errors
-of that evaluation (``trysquare.lipschitz.ExactEvaluation``).
+``trysquare.lipschitz``, the margins from an evaluation of the same calls in float64, less a bound on the rounding
+errors of that evaluation (``trysquare.lipschitz.ExactEvaluation``).
 
 What is measured, not proved. The model as it runs has rounding errors of its dtype, at ``x`` and at ``x'``. How far its
 margins are from those in float64 is measured on some of the images and on noisy copies of them, and reported beside the
@@ -26,8 +26,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from trysquare.files import or_infinite, without_infinities
+from trysquare.linalg.precision import autocast_dtype
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF
-from trysquare.lipschitz import BATCH, Analysis, ExactEvaluation, analyse, input_like
+from trysquare.lipschitz import Analysis, ExactEvaluation, analyse, input_like
+from trysquare.lipschitz.trace import BATCH
 from trysquare.losses import check_batch
 from trysquare.operators import checked_weight, used_weight
 from trysquare.progress import track
@@ -188,8 +190,8 @@ class Certificate:
         lipschitz: certified bound that the radii come from: of all logits, or with ``pairwise`` of the features.
         pairwise: whether the last layer was used pair by pair of classes.
         rounding: largest bound on the rounding error of a margin in float64, which is taken off: proved.
-        reserves: how much shorter the radii are for the model as it runs, where twice ``evaluation_error`` is taken
-            off the margins besides: measured, not proved.
+        reserves: how much shorter the radii are for the model as it runs, where twice ``evaluation_error``, and one
+            rounding of the logits, is taken off the margins besides: measured, not proved.
         evaluation_error: largest difference between a margin of the model as it runs and in float64, seen at some of
             the images and at noisy copies of them.
         measured_samples: how many images that were.
@@ -281,8 +283,8 @@ class Certificate:
             f"{self.evaluation_error:.1e}, another class for {self.disagreements}"
         )
         return (
-            f"{table}\n{len(self.radii)} samples; Lipschitz bound {self.lipschitz:.6g} ({constant}); rounding of margins "
-            f"at most {self.rounding:.1e}, taken off\n{measured}"
+            f"{table}\n{len(self.radii)} samples; Lipschitz bound {self.lipschitz:.6g} ({constant}); rounding of "
+            f"margins at most {self.rounding:.1e}, taken off\n{measured}"
         )
 
 
@@ -336,7 +338,7 @@ def certify(
     found: Analysis | None = None
     exact: ExactEvaluation | None = None
     logits, labels, errors, off = [], [], [], torch.zeros(0, dtype=torch.float64)
-    disagreements = 0
+    disagreements, precision = 0, 0.0
     with evaluating(model), torch.no_grad():
         batches, total = batches_of(data, batch_size)
         for images, classes in track(batches, "certifying", total):
@@ -346,6 +348,7 @@ def certify(
                 found = analyse(model, shape)
                 exact = ExactEvaluation(model, found)
             values, rounding = _in_float64(exact, given)
+            precision = max(torch.finfo(dtype).eps for dtype in (given.dtype, autocast_dtype(given) or given.dtype))
             logits.append(values)
             labels.append(_checked_labels(classes, values))
             errors.append(rounding)
@@ -355,13 +358,15 @@ def certify(
                 off, disagreements = torch.cat([off, seen]), disagreements + differ
     if found is None or shape is None or not sum(map(len, labels)):
         raise ValueError("there is no data to certify on")
-    answers, truth, rounding = torch.cat(logits), torch.cat(labels), torch.cat(errors)
+    answers, truth, inexact = torch.cat(logits), torch.cat(labels), torch.cat(errors)
     measured = float(off.max()) if len(off) else 0.0
     lipschitz, head = found.features_bound, found.head_weight
-    radii = certified_radius(answers, truth, lipschitz, head, error=rounding)
-    around = certified_radius(answers, truth, lipschitz, head, error=rounding + 2 * measured)
+    radii = certified_radius(answers, truth, lipschitz, head, error=inexact)
+    # One rounding of the logits in any case, which up to the radius are at most three times as large.
+    logit_rounding = 3 * precision * answers.abs().amax(1)
+    around = certified_radius(answers, truth, lipschitz, head, error=inexact + 2 * measured + logit_rounding)
     return Certificate(
-        radii, answers.argmax(1), truth, epsilons, lipschitz, head is not None, float(rounding.max()),
+        radii, answers.argmax(1), truth, epsilons, lipschitz, head is not None, float(inexact.max()),
         torch.where(radii.isinf() & around.isinf(), 0.0, radii - around), measured,
         len(off), disagreements, shape,
     )  # fmt: skip

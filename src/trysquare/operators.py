@@ -39,9 +39,9 @@ _READABLE = (
 # What a class may define anew without computing something else.
 _HARMLESS = frozenset(
     """
-    __init__ __module__ __doc__ __qualname__ __annotations__ __dict__ __weakref__ __getstate__ __setstate__ __deepcopy__
-    __repr__ __parameters__ __orig_bases__ __abstractmethods__ _abc_impl __firstlineno__ __static_attributes__
-    extra_repr reset_parameters _get_name
+    __init__ __module__ __doc__ __qualname__ __annotations__ __dict__ __weakref__ __getstate__ __setstate__
+    __deepcopy__ __repr__ __parameters__ __orig_bases__ __abstractmethods__ _abc_impl __firstlineno__
+    __static_attributes__ extra_repr reset_parameters _get_name
     """.split()
 )
 # The code of classes as it was when they were made known.
@@ -60,7 +60,8 @@ def remember(*classes: type) -> None:
     for cls in classes:
         for base in cls.__mro__[:-1]:
             _KNOWN.setdefault(base, _code_of(base))
-        remember(*(sub for sub in cls.__subclasses__() if _is_ours(sub)))
+        below: list[type] = cls.__subclasses__()
+        remember(*(sub for sub in below if _is_ours(sub)))
 
 
 def _is_ours(cls: type) -> bool:

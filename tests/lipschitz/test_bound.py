@@ -11,8 +11,12 @@ import trysquare as ts
 from tests.lipschitz.networks import bound, jacobian_norm
 from tests.resnet import resnet18
 from trysquare.lipschitz import NoRuleError
-from trysquare.lipschitz.modules import _SLOPES
 
+SLOPES = {
+    nn.ReLU: 1.0, nn.ReLU6: 1.0, nn.Hardtanh: 1.0, nn.Tanh: 1.0, nn.Sigmoid: 0.25, nn.LogSigmoid: 1.0, nn.Softsign: 1.0,
+    nn.Tanhshrink: 1.0, nn.Softshrink: 1.0, nn.SELU: 1.75809934, nn.GELU: 1.1291, nn.SiLU: 1.0999, nn.Mish: 1.0885,
+    nn.Hardswish: 1.5, nn.Hardsigmoid: 0.16666668,
+}  # fmt: skip
 MODULES = [
     (nn.Linear(6, 4), (5, 6)),
     (nn.Conv2d(3, 4, 3, 2, 1), (3, 6, 6)),
@@ -68,11 +72,12 @@ def test_rules_are_above_every_jacobian_seen(module, shape):
 
 def test_slopes_of_activations_are_the_largest_derivatives():
     x = torch.linspace(-10, 10, 200_001, dtype=torch.float64, requires_grad=True)
-    for cls, slope in _SLOPES.items():
+    for cls, slope in SLOPES.items():
+        assert slope <= ts.lipschitz_bound(cls(), (3,)) < slope * (1 + 1e-4)
         (derivative,) = torch.autograd.grad(cls()(x).sum(), x)
         assert slope * 0.999 < float(derivative.abs().max()) <= slope, cls
     (derivative,) = torch.autograd.grad(nn.GELU(approximate="tanh")(x).sum(), x)
-    assert float(derivative.abs().max()) <= _SLOPES[nn.GELU]
+    assert float(derivative.abs().max()) <= SLOPES[nn.GELU]
 
 
 def test_branches_scalings_and_rearrangements():
@@ -96,7 +101,7 @@ def test_branches_scalings_and_rearrangements():
     assert bound(lambda m, x: F.max_pool2d(F.leaky_relu(x, 2.0), 2)) == close(2)
     assert bound(lambda m, x: F.pad(x, (1, 1, 1, 1), mode="replicate")) == close(2)
     assert bound(lambda m, x: F.dropout(x, 0.5, False).clamp(-1, 1).transpose(1, 2)) == close(1)
-    assert bound(lambda m, x: torch.maximum(x, -x)) == close(math.sqrt(2))
+    assert bound(lambda m, x: torch.maximum(x, -x)) == close(1)
     assert bound(lambda m, x: x.expand(-1, 4, -1, -1), (1, 2, 2)) == close(2)
     assert bound(lambda m, x: torch.chunk(x, 2, dim=2)[0] + x[:, :, :3]) == close(2)
     assert bound(lambda m, x: m.w + 0 * x, w=torch.ones(3, 6, 6)) == 0
@@ -110,12 +115,11 @@ def test_what_is_not_lipschitz_or_not_followed_raises():
         "multiplied": lambda m, x: F.softmax(x @ x.transpose(-1, -2), -1) @ x,
         "samples of a batch": lambda m, x: x - x.mean(0),
         "batch": lambda m, x: x.reshape(-1),
-        "batch axis": lambda m, x: torch.cat([x, x]),
-        "cannot be followed": lambda m, x: x if x.sum() > 0 else -x,
+        "it returns": lambda m, x: torch.cat([x, x]),
+        "decides by a value": lambda m, x: x if x.sum() > 0 else -x,
         "random": lambda m, x: x + torch.randn(3, 6, 6),
-        "training": lambda m, x: F.dropout(x, 0.5, True),
-        "repeat positions": lambda m, x: x[:, [0, 0]],
-        "indices": lambda m, x: x.max(1)[0],
+        "random numbers": lambda m, x: F.dropout(x, 0.5, True),
+        "jumps": lambda m, x: x.max(1)[1],
     }
     for message, function in refused.items():
         with pytest.raises(NoRuleError, match=message):
@@ -124,17 +128,17 @@ def test_what_is_not_lipschitz_or_not_followed_raises():
 
 class Unknown(nn.Module):
     def forward(self, x):
-        return torch.erf(x)
+        return torch.exp(x)
 
 
 @pytest.mark.parametrize(
     "module",
-    [nn.LayerNorm(6), nn.GroupNorm(1, 3), nn.RMSNorm(6), nn.Threshold(0.1, 0), nn.LSTM(6, 6), Unknown()],
+    [nn.LayerNorm(6), nn.GroupNorm(1, 3), nn.RMSNorm(6), nn.Threshold(0.1, 0), nn.GLU(), Unknown()],
     ids=repr,
 )
 def test_errors_name_the_module_and_the_way_out(module):
     model = nn.Sequential(nn.Identity(), nn.Sequential(module))
-    with pytest.raises(NoRuleError, match=rf"{type(module).__name__}|erf") as caught:
+    with pytest.raises(NoRuleError, match=type(module).__name__) as caught:
         ts.lipschitz_bound(model, (3, 6))
     assert "1.0" in str(caught.value)
     assert f"trysquare.lipschitz.rule({type(module).__name__})" in str(caught.value)
@@ -156,14 +160,14 @@ def test_attention_raises():
 def test_registered_rules_are_used_also_for_subclasses_but_not_if_they_override_forward():
     class Scale(nn.Module):
         def forward(self, x, y):
-            return torch.erf(x) + torch.erf(y)
+            return torch.exp(x.clamp(max=0)) + y
 
     class Same(Scale):
         pass
 
     class Other(Scale):
         def forward(self, x, y):
-            return torch.erf(10 * x) + y
+            return torch.exp(10 * x) + y
 
     @ts.lipschitz.rule(Scale)
     def scale(layer, first, second):
@@ -179,7 +183,7 @@ def test_registered_rules_are_used_also_for_subclasses_but_not_if_they_override_
             return self.inner(x, 2 * x)
 
     assert ts.lipschitz_bound(Net(Same()), (4,)) == pytest.approx(8)
-    with pytest.raises(NoRuleError, match="erf"):
+    with pytest.raises(NoRuleError, match="exp"):
         ts.lipschitz_bound(Net(Other()), (4,))
 
     class Negative(Unknown):
@@ -227,9 +231,9 @@ def test_modes_hooks_shapes_and_weights():
         ts.lipschitz_bound(nn.InstanceNorm1d(3).eval(), (3, 5))
     hooked = nn.Sequential(nn.Linear(3, 3))
     hooked[0].register_forward_hook(lambda module, args, output: 100 * output)
-    with pytest.raises(NoRuleError, match="hooks"):
-        ts.lipschitz_bound(hooked, (3,))
-    with pytest.raises(ValueError, match=r"0 does not accept an input of shape"):
+    plain = float(torch.linalg.matrix_norm(hooked[0].weight.detach(), 2))
+    assert ts.lipschitz_bound(hooked, (3,)) == pytest.approx(100 * plain, rel=1e-5)
+    with pytest.raises(ValueError, match=r"Linear at '0' fails on inputs of shape \(4,\)"):
         ts.lipschitz_bound(nn.Sequential(nn.Linear(3, 3)), (4,))
     with pytest.raises(ValueError, match="positive integers"):
         ts.lipschitz_bound(nn.Linear(3, 3), ())

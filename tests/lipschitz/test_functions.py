@@ -2,7 +2,6 @@
 
 import math
 import operator
-import warnings
 
 import pytest
 import torch
@@ -85,14 +84,6 @@ def test_every_way_to_call_has_the_constant_of_its_jacobian(name):
         assert found <= norm * (1 + 1e-6)
 
 
-def test_deprecated_order_of_arguments_is_refused():
-    for function in (torch.add, torch.sub):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with pytest.raises(NoRuleError, match="arguments"):
-                bound(lambda m, x, f=function: f(x, 3, x), (4,))
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -108,7 +99,7 @@ def test_deprecated_order_of_arguments_is_refused():
     ],
 )
 def test_integers_and_reinterpreted_bits_jump(function):
-    with pytest.raises(NoRuleError, match=r"round|bits|rule"):
+    with pytest.raises(NoRuleError, match=r"round|bits|jump|tokens"):
         bound(function, (4,), count=torch.zeros(1, dtype=torch.int64))
 
 
@@ -131,7 +122,8 @@ def test_numbers_are_as_exact_as_the_arithmetic():
 
 
 def test_tiny_factors_are_not_zero_and_not_constant():
-    assert 1 <= bound(lambda m, x: x * 1e-50 * 1e30 * 1e20, (4,)) < 1 + 1e-6
+    one = torch.ones(1, dtype=torch.float64)
+    assert 1 <= bound(lambda m, x: x * m.one * 1e-50 * 1e30 * 1e20, (4,), one=one) < 1 + 1e-6
     with pytest.raises(NoRuleError, match="multiplied"):
         bound(lambda m, x: (x / 1e40) * x, (4,))
     assert bound(lambda m, x: x * 1e-200 * 1e-200, (4,)) > 0
@@ -152,12 +144,16 @@ def test_exact_values_are_rounded_up_not_down():
 
 def test_what_has_no_rule_says_so():
     refused = {
-        "einsum.*write it as a matrix product": lambda m, x: torch.einsum("bi,ij->bj", x, m.w),
         "bits": lambda m, x: x.view(torch.int16),
-        "antialias": lambda m, x: F.interpolate(x[:, None, None], (1, 3), mode="bilinear", antialias=True),
+        "_upsample_bilinear2d_aa": lambda m, x: F.interpolate(
+            x[:, None, None], (1, 3), mode="bilinear", antialias=True
+        ),
         "divisor depends": lambda m, x: 1 / x,
-        "indices": lambda m, x: x.max(dim=1, keepdim=True).values,
-        "besides": lambda m, x: torch.clamp(x, x.mean(1, True)),
+        "jumps": lambda m, x: x.max(dim=1, keepdim=True).indices,
+        "'min' depends": lambda m, x: torch.clamp(x, x.mean(1, True)),
+        "attention": lambda m, x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None]),
+        "deviation": lambda m, x: F.layer_norm(x, (4,)),
+        "slope has no bound": lambda m, x: x.exp(),
         "rounding jumps": lambda m, x: torch.div(x, 2, rounding_mode="floor"),
         "finite": lambda m, x: x * math.inf,
         "zero": lambda m, x: x / 0,

@@ -46,27 +46,29 @@ def test_hooks_and_overrides_of_the_root_count():
     )
 
 
-def test_hooks_of_leaves_and_of_all_modules_are_refused():
-    for register in ("register_forward_hook", "register_forward_pre_hook"):
-        model = nn.Linear(3, 3)
-        getattr(model, register)(lambda *args: None)
-        with pytest.raises(NoRuleError, match=r"Linear.*hooks"):
-            ts.lipschitz_bound(model, (3,))
+def test_hooks_are_a_part_of_what_runs():
+    for register, change in (
+        ("register_forward_hook", lambda module, args, output: 3 * output),
+        ("register_forward_pre_hook", lambda module, args: (3 * args[0],)),
+    ):
+        for layer in (nn.Linear(3, 3), ts.OrthoLinear(3, 3), ts.SLLLinear(3), ts.Abs()):
+            plain = ts.lipschitz_bound(layer, (3,))
+            handle = getattr(layer, register)(change)
+            assert ts.lipschitz_bound(nn.Sequential(layer), (3,)) >= 3 * plain * (1 - 1e-9)
+            handle.remove()
     handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: 2 * output)
     try:
-        with pytest.raises(NoRuleError, match="all modules"):
-            ts.lipschitz_bound(nn.Linear(3, 3), (3,))
+        assert ts.lipschitz_bound(ts.Abs(), (3,)) == pytest.approx(2)
     finally:
         handle.remove()
 
 
-def test_code_that_looks_at_types_is_refused():
+def test_code_that_looks_at_types_gets_what_it_runs():
+    assert bound(lambda m, x: 10 * x if isinstance(x, Tensor) else x, (4,)) == pytest.approx(10)
     with pytest.raises(NoRuleError, match="other values"):
-        bound(lambda m, x: 10 * x if isinstance(x, Tensor) else x, (4,))
+        bound(lambda m, x: 10 * x if type(x) is Tensor else x, (4,))
     with pytest.raises(NoRuleError, match="other values"):
-        bound(lambda m, x: 10 * x if torch.is_tensor(x) else x, (4,))
-    with pytest.raises(NoRuleError, match=r"other values|LearnableResidual"):
-        ts.lipschitz_bound(ts.LearnableResidual(Fn(lambda m, x: 10 * x if isinstance(x, Tensor) else x)), (4, 4, 4))
+        bound(lambda m, x: 10 * x if torch.is_grad_enabled() else x, (4,))
 
 
 def chunked(m, x):
@@ -137,7 +139,7 @@ def test_a_forward_pass_that_writes_into_its_buffers_is_refused_and_they_stay():
         return x * m.count
 
     model = Fn(counts, count=torch.zeros(()))
-    with pytest.raises(NoRuleError, match="writes into 'count'"):
+    with pytest.raises(NoRuleError, match="writes into its tensor 'count'"):
         ts.lipschitz_bound(model, (4,))
     assert model.count == 0
 
@@ -205,14 +207,13 @@ def test_samples_must_stay_apart_whatever_the_sizes():
         (lambda m, x: x.flip(0), (5,)),
         (lambda m, x: x.roll(1), (5,)),
         (lambda m, x: x.roll(1, 0), (5,)),
-        (lambda m, x: x.view(5, -1), (4,)),
         (lambda m, x: x.unsqueeze(1) + x, (4,)),
         (lambda m, x: x - x.mean(0), (4,)),
         (lambda m, x: x.repeat_interleave(2), (4,)),
         (lambda m, x: F.softmax(x, 0), (4,)),
     ]
     for function, shape in refused:
-        with pytest.raises(NoRuleError, match=r"trysquare\.lipschitz\.rule\(Fn\)"):
+        with pytest.raises(NoRuleError, match="batch"):
             bound(function, shape)
     for layer, shape in (
         (nn.Softmax(0), (4,)),
@@ -308,14 +309,14 @@ def test_pruned_and_normed_layers_are_read_after_their_hooks():
 
 class Unknown(nn.Module):
     def forward(self, x):
-        return torch.erf(x)
+        return torch.exp(x)
 
 
 def test_errors_name_the_class_of_the_model():
-    with pytest.raises(NoRuleError, match=r"erf.*Unknown.*trysquare\.lipschitz\.rule\(Unknown\)"):
+    with pytest.raises(NoRuleError, match=r"exp.*Unknown.*test_guards.py.*trysquare\.lipschitz\.rule\(Unknown\)"):
         ts.lipschitz_bound(Unknown(), (4,))
-    with pytest.raises(NoRuleError, match=r"Bilinear.*multiplies its inputs"):
-        ts.lipschitz_bound(nn.Bilinear(3, 3, 3), (3,))
+    with pytest.raises(NoRuleError, match=r"trilinear|multipl"):
+        ts.lipschitz_bound(nn.Bilinear(3, 3, 3), [(3,), (3,)])
 
 
 def test_models_that_cannot_be_read_say_why():
@@ -349,7 +350,7 @@ def test_depth_neither_underflows_nor_overflows():
     assert deep(400, 10.0) == float("inf")
 
 
-def test_options_of_a_call_are_not_hidden_from_the_rule():
+def test_options_of_a_call_are_a_part_of_what_runs():
     class Sized(nn.Module):
         def __init__(self, by_keyword):
             super().__init__()
@@ -359,8 +360,9 @@ def test_options_of_a_call_are_not_hidden_from_the_rule():
             return self.up(x, output_size=[2]) if self.by_keyword else self.up(x, [2])
 
     for by_keyword in (True, False):
-        with pytest.raises(NoRuleError, match="arguments besides its inputs"):
-            ts.lipschitz_bound(Sized(by_keyword).eval(), (1, 1))
+        model = Sized(by_keyword).eval()
+        seen = float(model.up.weight.detach().double().flatten()[1:].norm())  # an output of two positions
+        assert seen <= ts.lipschitz_bound(model, (1, 1)) <= seen * 1.001
 
 
 def test_negative_divisors_scale_as_positive_ones():
@@ -389,17 +391,15 @@ def test_calls_that_are_overridden_below_call():
     loud, own = Loud(4, 4), nn.Linear(4, 4)
     own._call_impl = lambda x: 10 * x
     assert ts.lipschitz_bound(nn.Sequential(loud).eval(), (4,)) >= 10 * torch.linalg.matrix_norm(loud.weight, 2)
-    with pytest.raises(NoRuleError):
-        ts.lipschitz_bound(nn.Sequential(own).eval(), (4,))
+    assert ts.lipschitz_bound(nn.Sequential(own).eval(), (4,)) == pytest.approx(10)
     for layer in (loud, own):
         with pytest.raises(TypeError, match="overrides"):
             ts.spectral_norm_bound(layer, (4,))
 
 
-def test_arithmetic_of_tuples_is_refused_by_name():
+def test_arithmetic_of_tuples_is_followed():
     class Repeated(nn.Module):
         def forward(self, x):
             return torch.cat(x.chunk(2, 1) * 3, 1)
 
-    with pytest.raises(NoRuleError, match="mul"):
-        ts.lipschitz_bound(Repeated(), (4,))
+    assert ts.lipschitz_bound(Repeated(), (4,)) == pytest.approx(3**0.5)

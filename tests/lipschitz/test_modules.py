@@ -62,17 +62,17 @@ def test_normalisation_is_read_as_forward_reads_it():
     layer.running_var.fill_(0.25)
     assert ts.lipschitz_bound(layer, (3, 5)) == pytest.approx(2, rel=1e-4)
     layer.track_running_stats = False
-    with pytest.raises(NoRuleError, match="running statistics"):
+    with pytest.raises(NoRuleError, match=r"running_mean|running statistics"):
         ts.lipschitz_bound(layer, (3, 5))
     without = nn.BatchNorm1d(3, track_running_stats=False).eval()
     with pytest.raises(NoRuleError, match="running statistics"):
         ts.lipschitz_bound(without, (3,))
 
 
-def test_inputs_in_a_list_are_refused():
+def test_rules_are_not_about_inputs_in_a_list():
     class Added(nn.Module):
         def forward(self, parts):
-            return torch.erf(parts[0]) + parts[1]
+            return torch.exp(parts[0]) + parts[1]
 
     ts.lipschitz.rule(Added)(lambda layer, *shapes: 2.0)
 
@@ -84,7 +84,7 @@ def test_inputs_in_a_list_are_refused():
         def forward(self, x):
             return self.added([x, 2 * x])
 
-    with pytest.raises(NoRuleError, match=r"Added at 'added'.*by position"):
+    with pytest.raises(NoRuleError, match=r"exp of Added at 'added'"):
         ts.lipschitz_bound(Net(), (4,))
 
 
@@ -128,7 +128,7 @@ def test_embeddings_take_tokens_only():
         def forward(self, x):
             return self.table(x.to(torch.long).clamp(0, 6))
 
-    with pytest.raises(NoRuleError, match=r"round|integer"):
+    with pytest.raises(NoRuleError, match=r"integers.*embedding"):
         ts.lipschitz_bound(Rounds(), (3,))
 
     class Both(Rounds):
@@ -147,14 +147,13 @@ def test_embeddings_take_tokens_only():
     assert jacobian_norm(OneHot(), torch.eye(7)[:3]) == pytest.approx(norm)
 
 
-def test_rules_that_override_call_are_refused():
+def test_a_rule_is_about_forward_and_what_is_around_it_is_followed():
     class Loud(nn.Module):
         def __call__(self, x):
             return 10 * super().__call__(x)
 
         def forward(self, x):
-            return torch.erf(x)
+            return torch.exp(x.clamp(max=0))
 
     ts.lipschitz.rule(Loud)(lambda layer, shape: 1.2)
-    with pytest.raises(NoRuleError, match="__call__"):
-        ts.lipschitz_bound(nn.Sequential(Loud()), (4,))
+    assert ts.lipschitz_bound(nn.Sequential(Loud()), (4,)) == pytest.approx(12)

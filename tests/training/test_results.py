@@ -31,7 +31,7 @@ def test_no_certified_digit_falls_inside_of_its_radius(run, capsys):
 
 
 def test_a_wrong_certificate_is_an_error(run, capsys, monkeypatch):
-    monkeypatch.setattr("trysquare.certification.follow_classifier", _too_small)
+    monkeypatch.setattr("trysquare.certification.analyse", _too_small)
     assert main(["attack", str(run.path), "--samples", "40"]) == 1
     printed = capsys.readouterr()
     assert "WRONG" in printed.out

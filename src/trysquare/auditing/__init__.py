@@ -55,11 +55,11 @@ def audit(
         )
         if lower > found.bound * (1 + 1e-6):
             raise RuntimeError(
-                f"the certified bound {found.bound:.6g} is wrong: a slope of {lower:.6g} was found. This is an error of "
-                "trysquare, or of a rule that was registered; please report it with the model"
+                f"the certified bound {found.bound:.6g} is wrong: a slope of {lower:.6g} was found. This is an error "
+                "of trysquare, or of a rule that was registered; please report it with the model"
             )
-    shape = tuple(shapes[0]) if isinstance(shapes, list) and len(shapes) == 1 else shapes
-    return AuditReport(rows, found.bound, lower, shape)
+    each = list(shapes.values()) if isinstance(shapes, dict) else shapes
+    return AuditReport(rows, found.bound, lower, each[0] if len(each) == 1 else tuple(each))
 
 
 class _OneVector(nn.Module):

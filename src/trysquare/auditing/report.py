@@ -78,13 +78,13 @@ class AuditReport:
             followed by the layers inside of it.
         bound: certified upper bound on the Lipschitz constant of the network.
         lower_bound: largest Jacobian norm seen; ``None`` if the inputs are tokens, which have no Jacobian.
-        input_shape: shape of the inputs that it holds for.
+        input_shape: shape of the inputs that it holds for; a tuple of shapes if there are several.
     """
 
     layers: list[LayerAudit]
     bound: float
     lower_bound: float | None
-    input_shape: tuple[int, ...]
+    input_shape: tuple[Any, ...]
 
     @property
     def ratio(self) -> float | None:
@@ -109,7 +109,7 @@ class AuditReport:
             content: dict[str, Any] = json.loads(text)
             layers = [LayerAudit.from_dict(layer) for layer in content["layers"]]
             lower = None if content["lower_bound"] is None else float(content["lower_bound"])
-            return cls(layers, or_infinite(content["bound"]), lower, tuple(map(int, content["input_shape"])))
+            return cls(layers, or_infinite(content["bound"]), lower, _shape(content["input_shape"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is not an audit in JSON: {error!r}") from error
 
@@ -123,7 +123,10 @@ class AuditReport:
     @property
     def summary(self) -> str:
         """The three numbers of the whole network."""
-        shape = " x ".join(map(str, self.input_shape))
+        several = (
+            self.input_shape if self.input_shape and isinstance(self.input_shape[0], tuple) else (self.input_shape,)
+        )
+        shape = " and ".join(" x ".join(map(str, one)) for one in several)
         bound = f"Inputs of {shape}: certified Lipschitz bound {self.bound:.6g}"
         if self.lower_bound is None:
             return f"{bound} with respect to one-hot vectors; no lower bound: tokens have no Jacobian"
@@ -140,6 +143,10 @@ class AuditReport:
             cells[_VERDICT] = f"[{_COLOURS[row.verdict]}]{row.verdict}[/]"
             table.add_row(*cells)
         return Group(table, self.summary)
+
+
+def _shape(content: Any) -> tuple[Any, ...]:
+    return tuple(_shape(part) if isinstance(part, list) else int(part) for part in content)
 
 
 def _number(value: float | None) -> str:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from trysquare.auditing.report import LayerAudit
-from trysquare.layers.activations import Abs, Householder, NActivation
+from trysquare.layers.activations import Householder, NActivation
 from trysquare.layers.base import ParametrizedWeight
 from trysquare.layers.heads import UnitNormLinear
+from trysquare.layers.pooling import EuclideanNorm
 from trysquare.lipschitz import Analysis, input_like, lipschitz_lower_bound
 from trysquare.lipschitz.rules import RULES, batch_norm_scales
-from trysquare.lipschitz.trace import Node, class_name
+from trysquare.lipschitz.trace import Frame, Node, class_name
 from trysquare.operators import Axis, LinearOperator, read_layer, reads
 from trysquare.spectrum import lanczos_extremes, norm_range, singular_values, spectrum_flops
 
@@ -46,6 +47,7 @@ class _Step:
         output_shape: shape of its output, without the batch.
         constant: its own bound: that of its result over the largest of its inputs'.
         bound: of everything up to and including it.
+        depth: how many blocks of ours it is inside of.
     """
 
     name: str
@@ -56,74 +58,119 @@ class _Step:
     output_shape: tuple[int, ...]
     constant: float
     bound: float
+    depth: int
 
 
 def steps_of(found: Analysis) -> Iterator[_Step]:
-    """The modules and calls that the network's result is made by, in the order in which they run."""
-    walk, used = found.walk, dict[str, int]()
+    """The modules and calls that the network's result is made by, in the order in which they run.
+
+    A block of ours comes before what it calls, which is one deeper.
+    """
+    walk, used, told = found.walk, dict[str, int](), set[int]()
     numbered = [(i, node) for i, node in enumerate(walk.nodes) if not isinstance(walk.bounds[i], ValueError)]
-    outer = {frame.call for node in walk.nodes for frame in node.path[:-1]}
-    for owner, group in groupby(numbered, lambda pair: _owner(*pair, outer)):
+    outer = {frame.call for node in walk.nodes for frame in _path(node)[:-1]}
+    for owner, group in groupby(numbered, lambda pair: _owner(pair[0], pair[1], outer)):
         pairs = list(group)
-        nodes, node = [node for _, node in pairs], pairs[0][1]
-        if isinstance(owner, tuple) and owner[1] in found.graph.modules:
-            before, after = ([value] for value in found.graph.modules[owner[1]])
-            result, module = walk.bound([after[0].labels]), node.module
-            shape = after[0].labels.shape
-        else:
-            before = [node.args["input"]] if node.moves else node.values
-            result, module = float(walk.bounds[pairs[-1][0]]), node.module if isinstance(owner, tuple) else None  # type: ignore[arg-type]
-            shape = node.args["output"].labels.shape if node.moves else torch.Size(nodes[-1].outputs[0][1])
-        largest = max((b for value in before if 0 < (b := walk.bound([value.labels])) < math.inf), default=1.0)
-        kind = class_name(module) if module is not None else node.op
-        name = node.name if module is not None else ".".join(filter(None, (_inside(node), node.op)))
+        nodes, node, depth = [node for _, node in pairs], pairs[0][1], 0
+        frames = _path(node)
+        for frame in frames:
+            if frame.call in outer and _is_block(frame.module) and frame.call in found.graph.modules:
+                if frame.call not in told:
+                    told.add(frame.call)
+                    yield _module_step(found, frame, [], depth)
+                depth += 1
+        last = frames[-1] if frames else None
+        if last is not None and last.call in told:
+            continue  # a part of the block's own row
+        if isinstance(owner, Frame) and owner.call in found.graph.modules:
+            yield _module_step(found, owner, nodes, depth)
+            continue
+        values = [node.args["input"]] if node.moves else node.values
+        shape = node.args["output"].labels.shape if node.moves else torch.Size(nodes[-1].outputs[0][1])
+        module = node.module if isinstance(owner, Frame) else None
+        name = (
+            node.name
+            if module is not None
+            else ".".join(filter(None, ("" if node.name == "model" else node.name, node.op)))
+        )
         used[name] = used.get(name, -1) + 1
         name = f"{name}_{used[name]}" if used[name] and module is None else name
-        shapes = tuple(before[0].labels.shape[1:]), tuple(shape[1:])
-        yield _Step(name, module, kind, nodes, *shapes, walk.rounded_up(result / largest), result)
+        kind = class_name(module) if module is not None else node.op
+        result = float(walk.bounds[pairs[-1][0]])  # type: ignore[arg-type]
+        yield _step(found, name, module, kind, nodes, values, shape, result, depth)
+
+
+def _module_step(found: Analysis, frame: Frame, nodes: list[Node], depth: int) -> _Step:
+    before, after = found.graph.modules[frame.call]
+    result, shape = found.walk.bound([after.labels]), after.labels.shape
+    return _step(found, frame.name, frame.module, class_name(frame.module), nodes, [before], shape, result, depth)
+
+
+def _step(
+    found: Analysis, name: str, module: Any, kind: str, nodes: list[Node], values: Any, shape: Any, bound: float,
+    depth: int,
+) -> _Step:  # fmt: skip
+    inputs = [found.walk.bound([value.labels]) for value in values]
+    largest = max((b for b in inputs if 0 < b < math.inf), default=1.0)
+    shapes = tuple(values[0].labels.shape[1:]), tuple(shape[1:])
+    up = found.walk.rounded_up
+    return _Step(name, module, kind, nodes, *shapes, up(bound / largest), up(bound), depth)
+
+
+def _path(node: Node) -> tuple[Frame, ...]:
+    """The modules that were running; norms are a part of the layers that take them."""
+    return node.path[:-1] if isinstance(node.module, EuclideanNorm) and len(node.path) > 1 else node.path
+
+
+def _is_block(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("trysquare.layers")
 
 
 def _owner(number: int, node: Node, outer: set[int]) -> Any:
     """What calls have in common that make one row: the call of a module of torch or ours that calls no other."""
-    return (id(node.module), node.path[-1].call) if _is_library(node) and node.path[-1].call not in outer else number
-
-
-def _is_library(node: Node) -> bool:
-    return node.module is not None and type(node.module).__module__.split(".")[0] in ("torch", "trysquare")
-
-
-def _inside(node: Node) -> str:
-    return "" if node.name == "model" else node.name
+    frame = _path(node)[-1] if node.path else None
+    library = frame is not None and type(frame.module).__module__.split(".")[0] in ("torch", "trysquare")
+    return frame if library and frame is not None and frame.call not in outer else number
 
 
 def layer_row(step: _Step, spectra: bool) -> LayerAudit:
     """The row of a step."""
     if step.module is not None and reads(step.module) and len(step.input_shape):
         return _linear_row(step, step.module, spectra)
-    normalisation = step.nodes[0] if "batch_norm" in step.nodes[0].op else None
+    normalisation = next((node for node in step.nodes if "batch_norm" in node.op), None)
     smallest = largest = None
     if normalisation is not None:
         scales = batch_norm_scales(normalisation.args)
         smallest, largest = float(scales.min()), float(scales.max())
     remark, attained = _about(step)
+    if normalisation is not None and largest is not None and largest > 1 + TOLERANCE:
+        remark += f" (channel {int(scales.argmax())})"
     if largest is None and step.constant > 1 + TOLERANCE and not attained:
         largest = _largest_slope(step)
     verdict = _verdict(smallest, largest, step.constant, attained)
     if verdict == "not certified":
         remark += "; the bound is above 1, and it is not known whether it is attained"
     shapes = _shapes(step)
-    return LayerAudit(step.name, step.kind, shapes, smallest, largest, step.constant, step.bound, verdict, remark)
+    so_far = None if step.depth else step.bound
+    return LayerAudit(
+        step.name, step.kind, shapes, smallest, largest, step.constant, so_far, verdict, remark, step.depth
+    )
 
 
 def _about(step: _Step) -> tuple[str, bool]:
     """Why the bound of a step is above 1, or that it keeps lengths; and whether the bound is attained."""
     above, bound = step.constant > 1 + TOLERANCE, f"{step.constant:.4g}"
     nodes = [node for node in step.nodes if not node.moves]
+    if not step.nodes:
+        return ("its parts amplify, or add up to more than 1: see their rows" if above else ""), False
     if not nodes:
-        return (f"it repeats numbers: divide by {bound}", True) if above else (_MOVED, False)
+        joined = step.kind in ("cat", "stack")
+        repeats = f"{_JOINED if joined else 'it repeats numbers'}: divide by {bound}"
+        return (repeats, not joined) if above else (_MOVED, False)
     if nodes[-1].op == "leaf":
         folds = isinstance(step.module, _FOLDS)
         return (_why_ours(step) if above else _FOLDED if folds else ""), False
+    nodes = [node for node in nodes if node.op in RULES]
     rules = [RULES[node.op] for node in nodes]
     if not above:
         folds = all(rule.isometric for rule in rules)
@@ -136,7 +183,7 @@ def _about(step: _Step) -> tuple[str, bool]:
 
 def _largest_slope(step: _Step) -> float | None:
     """Largest slope seen of a module of torch or ours; calls of others may need more than one input."""
-    if step.module is None:
+    if step.module is None or not step.input_shape:
         return None
     batch = max(1, min(8, _NOISE_NUMBERS // math.prod(step.input_shape)))
     generator = torch.Generator().manual_seed(0)
@@ -150,9 +197,10 @@ def _is_shift(node: Node) -> bool:
     return node.op in ("add", "sub", "rsub") and len(node.values) == 1
 
 
+_JOINED = "the parts may depend on the same input, up to as many times as there are"
 _MOVED = "isometric: it only moves numbers or changes signs"
 _FOLDED = "isometric: its Jacobian is orthogonal everywhere"
-_FOLDS = (Abs, Householder, NActivation)
+_FOLDS = (Householder, NActivation)
 
 
 def _verdict(smallest: float | None, largest: float | None, bound: float, attained: bool = False) -> str:
@@ -187,8 +235,8 @@ def _linear_row(step: _Step, layer: nn.Module, spectra: bool) -> LayerAudit:
     said = [*_linear_remarks(step, operator, found.largest), found.remark]
     kept = found.values.tolist() if spectra and found.values is not None else None
     return LayerAudit(
-        step.name, step.kind, _geometry(layer, step), found.smallest, found.largest, step.constant, step.bound,
-        verdict, "; ".join(filter(None, said)), spectrum=kept,
+        step.name, step.kind, _geometry(layer, step), found.smallest, found.largest, step.constant,
+        None if step.depth else step.bound, verdict, "; ".join(filter(None, said)), step.depth, kept,
     )  # fmt: skip
 
 
@@ -218,7 +266,8 @@ def _extremes(layer: nn.Module, step: _Step, operator: LinearOperator) -> _Extre
         values = singular_values(layer, step.input_shape)
         return _Extremes(float(values[-1]), float(values[0]), values, "")
     if operator.circular:
-        low, _, found = norm_range(operator)
+        known = next((node.range for node in step.nodes if node.range is not None and node.range.low > 0), None)
+        low, _, found = known or norm_range(operator)
         if found > 0:
             how = (
                 "is a certified lower bound" if low > 0 else "not computed: too large; trysquare.singular_values has it"

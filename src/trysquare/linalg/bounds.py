@@ -39,6 +39,9 @@ BUDGET = 4e11
 _NEGLIGIBLE = 1e-200
 # Taps of a kernel that Gram iteration may grow to, times its channels squared.
 _GRAM_NUMBERS = 1 << 25
+# From how many operations on it is worth to ask whether matrices are multiples of orthogonal ones, and how nearly.
+_MANY_OPERATIONS = 1e8
+_NEARLY = 1e-3
 # Points of the grid per degree of the trigonometric polynomial, finest first.
 _OVERSAMPLING = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3)
 
@@ -105,12 +108,13 @@ def singular_value_range(blocks: Iterable[Tensor], rounding: float = 0.0, *, low
     ``μ`` is at least every eigenvalue of a Gram matrix ``G`` if and only if ``μ I - G`` has a Cholesky factorisation.
     So guess ``μ`` from the largest eigenvalue of the matrix that looks worst, factorise for all, and repeat for those
     that fail: the result is right however bad the guesses are, and within ``1e-6`` of the best possible
-    (``3e-4`` for wide matrices whose norms differ). The same for ``μ I - G`` gives the lower end.
+    (``3e-4`` for wide matrices whose norms differ). The same for ``μ I - G`` gives the lower end. Many large
+    matrices that are all nearly the same multiple of an orthogonal one need no factorisation (``_nearly_scalar``).
 
     Args:
         blocks: batches ``(..., n, m)``, real or complex double precision, entries of ordinary size.
         rounding: bound on the spectral norm of the error of each matrix.
-        lowest: whether the lower end is wanted; otherwise it is 0.
+        lowest: whether the lower end is wanted; otherwise it is 0, unless it costs nothing.
     """
     upper, found, low, energy, shape = 0.0, 0.0, math.inf, 0.0, (1, 1)
     for block in blocks:
@@ -121,15 +125,21 @@ def singular_value_range(blocks: Iterable[Tensor], rounding: float = 0.0, *, low
         if chunk_energy < _NEGLIGIBLE:  # too small to factorise; the trace is a bound
             upper, low = max(upper, chunk_energy + _NEGLIGIBLE if chunk_energy else 0.0), 0.0
             continue
+        if (nearly := _nearly_scalar(gram)) is not None:
+            middle, off = nearly
+            upper, found, low = max(upper, middle + off), max(found, middle), min(low, middle - off)
+            continue
         upper, top = _raised(gram, upper, upper)
         found = max(found, top)
+        if not lowest:
+            low = 0.0
         if lowest and low > 0:
             mirrored = _shifted(gram, upper)
             low = min(low, upper - _raised(mirrored, max(0.0, upper - low), upper)[0])
     slack = _slack(*shape, upper, energy)
     high = math.sqrt(upper + slack) * (1 + 4 * UNIT_ROUNDOFF) + rounding
     found = math.sqrt(found)
-    if not lowest or low - 2 * slack <= 0:
+    if low - 2 * slack <= 0 or low == math.inf:
         return SingularValueRange(0.0, high, found)
     return SingularValueRange(max(0.0, math.sqrt(low - 2 * slack) * (1 - 4 * UNIT_ROUNDOFF) - rounding), high, found)
 
@@ -140,6 +150,25 @@ def _gram(block: Tensor) -> tuple[Tensor, float]:
     wide = block.shape[-2] <= block.shape[-1]
     gram = block @ block.mH if wide else block.mH @ block
     return gram, float(gram.diagonal(dim1=-2, dim2=-1).real.sum(-1).max()) * 1.01
+
+
+def _nearly_scalar(gram: Tensor) -> tuple[float, float] | None:
+    """``c`` and a bound on ``|G - c I|`` for all of many large matrices, if that is small, as for orthogonal layers.
+
+    ``|E| <= |E²|_F^(1/2)`` for Hermitian ``E``: above the norm by at most the fourth root of its size.
+    """
+    if len(gram) * gram.shape[-1] ** 3 < _MANY_OPERATIONS:
+        return None
+    rest = gram.clone()
+    diagonal = rest.diagonal(dim1=-2, dim2=-1)
+    middle = float(diagonal.real.mean())
+    diagonal.sub_(middle)
+    off = float(torch.linalg.matrix_norm(rest).max())
+    if not off <= _NEARLY * middle:
+        return None
+    squared = math.sqrt(float(torch.linalg.matrix_norm(rest @ rest).max())) * (1 + 1e-9)
+    # What the product can hide: its rounding is below that of G, which is added to every bound.
+    return middle, min(off, squared) * (1 + 1e-9)
 
 
 def _slack(small: int, large: int, upper: float, energy: float) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from trysquare.linalg.precision import autocast_dtype
 from trysquare.lipschitz import ours as ours  # registers the rules of our blocks
 from trysquare.lipschitz.leaves import is_leaf, rule
 from trysquare.lipschitz.lower import lipschitz_lower_bound
@@ -103,13 +104,17 @@ class Analysis:
     @property
     def head(self) -> Node | None:
         """The product with a constant matrix whose result is the network's, if there is one."""
-        if len(self.graph.outputs) != 1 or all(node.moves for node in self.graph.nodes):
+        if len(self.graph.outputs) != 1:
             return None
-        last, labels = [node for node in self.graph.nodes if not node.moves][-1], self.graph.outputs[0]
+        labels = self.graph.outputs[0]
+        last = next((node for node in self.graph.nodes if node.outputs and node.start == labels.flatten()[0]), None)
+        if last is None or last.op not in ("addmm", "mm") or last.outputs[0][1] != labels.shape:
+            return None
         expected = torch.arange(labels.numel(), dtype=torch.float64).view(labels.shape) + last.start
-        whole = last.op in ("addmm", "mm") and last.outputs[0][1] == labels.shape and torch.equal(labels, expected)
+        if not torch.equal(labels, expected):
+            return None
         names = ("mat1", "mat2") if last.op == "addmm" else ("self", "mat2")
-        if not whole or not isinstance(last.args[names[0]], Value) or isinstance(last.args[names[1]], Value):
+        if not isinstance(last.args[names[0]], Value) or isinstance(last.args[names[1]], Value):
             return None
         plain = last.op == "mm" or (last.args.get("alpha", 1) == 1 and not isinstance(last.args["self"], Value))
         return last if plain else None
@@ -128,6 +133,7 @@ class Analysis:
         return self.walk.rounded_up(self.walk.bound([self.head.args[name].labels]))
 
 
+@torch.no_grad()
 def analyse(model: nn.Module, input_shape: InputShape, *, compare: bool = True) -> Analysis:
     """Trace a network and bound all that it computes; see ``lipschitz_bound``.
 
@@ -147,8 +153,6 @@ def analyse(model: nn.Module, input_shape: InputShape, *, compare: bool = True) 
     like = input_like(model)
     with unchanged(model):
         graph = _traced(model, shapes, like)
-        if compare:
-            _compare(model, graph, shapes, like)
     walk = Walk(graph)
     walk.forward()
     if graph.tokens and any(_is_input(labels, graph) for labels in graph.outputs):
@@ -167,7 +171,11 @@ def analyse(model: nn.Module, input_shape: InputShape, *, compare: bool = True) 
         )
     whole = math.sqrt(max(float(w[0].max()) for w in weights))
     bound = walk.rounded_up(min(whole, walk.bound(graph.outputs)))
-    return Analysis(bound, graph, walk, gains)
+    found = Analysis(bound, graph, walk, gains)
+    if compare:
+        with unchanged(model):
+            _compare(model, found, shapes, like)
+    return found
 
 
 def _is_input(labels: Tensor, graph: Graph) -> bool:
@@ -222,30 +230,24 @@ def random_inputs(graph: Graph, shapes: Any, like: Tensor, batch: int) -> Any:
     return [made(shape) for shape in shapes]
 
 
-def _compare(model: nn.Module, graph: Graph, shapes: Any, like: Tensor) -> None:
+def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> None:
     """See that the model does with numbers, and another batch, what was traced.
 
     Raises:
         NoRuleError: if not.
     """
-    expected = iter(all_calls(graph.nodes))
-    inputs = random_inputs(graph, shapes, like, _OTHER_BATCH)
-
-    def observe(op: str, args: dict[str, Any], out: list[Tensor]) -> None:
-        node = next(expected, None)
-        if node is None or node.op != op:
-            raise NoRuleError(
-                f"{class_name(model)} makes other calls for a batch of {_OTHER_BATCH} than for one of {BATCH}: it does "
-                "not treat the samples one by one"
-            )
-        for name, value in args.items():
-            if op != "leaf" and not _same_constant(node.args.get(name), value):
-                raise NoRuleError(f"{node.where()}: its constant {name!r} depends on the size of the batch")
-
-    followed = Evaluator(model, like.dtype, is_leaf, observe).evaluate(inputs)
+    inputs = random_inputs(found.graph, shapes, like, _OTHER_BATCH)
+    followed, error = ExactEvaluation(model, found, same_constants=True)(inputs)
+    short = max((like.dtype, autocast_dtype(like) or like.dtype), key=lambda dtype: torch.finfo(dtype).eps)
+    rounding = error * torch.finfo(short).eps / torch.finfo(torch.float64).eps
 
     def called(values: Any) -> list[Tensor]:
-        result = model(**values) if isinstance(values, dict) else model(*values)
+        # The model may write into its inputs.
+        values = {n: v.clone() for n, v in values.items()} if isinstance(values, dict) else [v.clone() for v in values]
+        try:
+            result = model(**values) if isinstance(values, dict) else model(*values)
+        except Exception as error:
+            raise ValueError(f"{class_name(model)} fails on a batch that it was not traced with: {error}") from error
         return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
     def each(change: Any) -> Any:
@@ -257,15 +259,24 @@ def _compare(model: nn.Module, graph: Graph, shapes: Any, like: Tensor) -> None:
         graded = called(inputs)
     exact = [leaf for leaf in tree_leaves(followed) if isinstance(leaf, Tensor)]
     reason = (
-        f"{class_name(model)} returns other values when it runs than when it is followed; it must not depend on whether "
-        "it is traced or compiled, on gradients being recorded, or on anything but its input"
+        f"{class_name(model)} returns other values when it runs than when it is followed; it must not depend on "
+        "whether it is traced or compiled, on gradients being recorded, or on anything but its input"
     )
-    _refuse_difference(plain, exact, like.dtype, reason)
-    _refuse_difference(plain, graded, like.dtype, reason)
-    depends = f"{class_name(model)} moves or mixes the samples of a batch: outputs depend on the others, or on the place"
+    _refuse_difference(plain, exact, short, rounding, reason)
+    _refuse_difference(plain, graded, short, rounding, reason)
+    depends = f"{class_name(model)} moves or mixes the samples of a batch: outputs depend on others, or on the place"
     first = plain if any(t.ndim == 0 for t in plain) else [t[:1] for t in plain]
-    _refuse_difference(alone, first, like.dtype, depends)
-    _refuse_difference(plain, [t.flip(0) if t.ndim else t for t in flipped], like.dtype, depends)
+    _refuse_difference(alone, first, short, rounding, depends)
+    _refuse_difference(plain, [t.flip(0) if t.ndim else t for t in flipped], short, rounding, depends)
+
+
+def _check_constants(node: Node, args: dict[str, Any]) -> None:
+    for name, value in args.items():
+        if node.op != "leaf" and name != "noise" and not _same_constant(node.args.get(name), value):
+            raise NoRuleError(
+                f"{node.where()}: its constant {name!r} is not the same at every pass, or depends on the size of the "
+                "batch: it is not a fixed function"
+            )
 
 
 def _same_constant(traced: Any, seen: Any) -> bool:
@@ -275,18 +286,21 @@ def _same_constant(traced: Any, seen: Any) -> bool:
     if isinstance(traced, Tensor) and isinstance(seen, Tensor):
         if traced.ndim and traced.shape != seen.shape and traced.shape[1:] == seen.shape[1:]:
             traced, seen = traced[:1], seen[:1]
-        one, two = traced.detach().cpu().double(), seen.cpu().double()
+        wide = torch.complex128 if traced.is_complex() else torch.float64
+        one, two = traced.detach().to("cpu", wide), seen.to("cpu", wide)
         return one.shape == two.shape and torch.equal(one.nan_to_num(), two.nan_to_num())
     if isinstance(traced, list | tuple) and isinstance(seen, list | tuple):
         return len(traced) == len(seen) and all(map(_same_constant, traced, seen))
     return isinstance(traced, Tensor) or isinstance(seen, Tensor) or traced == seen
 
 
-def _refuse_difference(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype, reason: str) -> None:
+def _refuse_difference(
+    found: list[Tensor], expected: list[Tensor], dtype: torch.dtype, rounding: float, reason: str
+) -> None:
     """Refuse outputs that differ by more than arithmetic can explain.
 
-    The tolerance, some times the root of the dtype's precision, is that of rounding which a deep network amplifies. It
-    need not be sharp: what it looks for is another function.
+    The tolerance is some times the root of the dtype's precision, and what its rounding errors can come to in this
+    network. It need not be sharp: what it looks for is another function.
     """
     same = len(found) == len(expected)
     for one, two in zip(found, expected, strict=False):
@@ -294,10 +308,14 @@ def _refuse_difference(found: list[Tensor], expected: list[Tensor], dtype: torch
             same = False
             continue
         a, b = (t.detach().cpu().double() for t in (one, two))
-        shorter = max((dtype, *(t.dtype for t in (one, two) if t.is_floating_point())), key=lambda d: torch.finfo(d).eps)
+        shorter = max(
+            (dtype, *(t.dtype for t in (one, two) if t.is_floating_point())), key=lambda d: torch.finfo(d).eps
+        )
         finite = b[b.isfinite()].abs()
         size = float(finite.max()) if finite.numel() else 0.0
-        tolerance = 8 * (torch.finfo(shorter).eps ** 0.5 * size + torch.finfo(shorter).tiny)
+        if not math.isfinite(rounding):
+            rounding = 0.0
+        tolerance = 8 * (torch.finfo(shorter).eps ** 0.5 * size + torch.finfo(shorter).tiny) + rounding
         same = same and torch.allclose(a, b, rtol=0, atol=tolerance, equal_nan=True)
     if not same:
         raise NoRuleError(reason)
@@ -316,18 +334,19 @@ _LEAF_ERROR = 1e-12
 class ExactEvaluation:
     """Evaluates a network in float64, and bounds the rounding error of that.
 
-    If ``ṽ`` are the results of a call in float64 for the arguments that it really got, and ``δ`` their distance from the
-    exact results for the same arguments, then the network's results are off by at most the sum over all calls of ``gain
-    · |δ|``: replace the calls by exact ones, from the last to the first. The gains are those of the analysis, the
-    distances the standard bounds of each kind of call, with the norms of this batch.
+    If ``ṽ`` are the results of a call in float64 for the arguments that it really got, and ``δ`` their distance from
+    the exact results for the same arguments, then the network's results are off by at most the sum over all calls of
+    ``gain · |δ|``: replace the calls by exact ones, from the last to the first. The gains are those of the analysis,
+    the distances the standard bounds of each kind of call, with the norms of this batch.
 
     Args:
         model: the network.
         found: what is known about it.
+        same_constants: whether to refuse calls whose constants are others than they were in the trace.
     """
 
-    def __init__(self, model: nn.Module, found: Analysis) -> None:
-        self.model, self.found = model, found
+    def __init__(self, model: nn.Module, found: Analysis, *, same_constants: bool = False) -> None:
+        self.model, self.found, self.same_constants = model, found, same_constants
         self.calls = all_calls(found.graph.nodes)
         self.dtype = input_like(model).dtype
         self.kept: dict[Any, Any] = {}
@@ -345,7 +364,12 @@ class ExactEvaluation:
             nonlocal error
             node = next(left, None)
             if node is None or node.op != op:
-                raise NoRuleError(f"{class_name(self.model)} makes other calls for this batch than it was analysed for")
+                raise NoRuleError(
+                    f"{class_name(self.model)} makes other calls for this batch than for one of {BATCH}: it does not "
+                    "treat the samples one by one"
+                )
+            if self.same_constants:
+                _check_constants(node, args)
             error += self._contribution(node, args, out)
 
         evaluator = Evaluator(self.model, self.dtype, is_leaf, observe)
@@ -362,6 +386,6 @@ class ExactEvaluation:
                 return 0.0
             size = sum(c * float(part.norm()) for c, part in zip(node.constants or [], args.values(), strict=False))
             local = _LEAF_ERROR * (float(out[0].norm()) + size)
-        else:
-            local = RULES[node.op].rounding(args, out)
+        else:  # what has no rule of its own is a comparison, or a choice by one: these are exact
+            local = RULES[node.op].rounding(args, out) if node.op in RULES else 0.0
         return gain * local if local else 0.0

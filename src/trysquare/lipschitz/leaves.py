@@ -44,7 +44,6 @@ def rule(*classes: type[nn.Module]) -> Callable[[R], R]:
     >>> round(ts.lipschitz_bound(nn.Sequential(Square(), nn.Flatten()), (3, 4)), 6)
     2.0
     """
-
     return leaf(*classes)
 
 

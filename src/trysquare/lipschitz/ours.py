@@ -49,8 +49,8 @@ _CHUNK_NUMBERS = 1 << 23
 # Distances of kernels below which the quick bound will do.
 _SMALL = 1e-6
 
-# Signs change; slopes are 1 and -1, whatever the kinks; a norm is 1-Lipschitz.
-rule(activations.Abs, activations.NActivation, EuclideanNorm)(lambda layer, *shapes: 1.0)
+# Slopes are 1 and -1, whatever the kinks; a norm is 1-Lipschitz.
+rule(activations.NActivation, EuclideanNorm)(lambda layer, *shapes: 1.0)
 
 
 def _by_series(layer: Any) -> bool:

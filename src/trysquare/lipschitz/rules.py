@@ -8,8 +8,8 @@ Started with 1 at the outputs of a network and applied from its last call to its
 at the network's inputs, and ``sqrt(max v)`` is its Lipschitz constant, or more. Numbers that depend on different inputs
 never meet, so that the parts of a tensor which was split and put together again have the largest of their constants.
 
-An entry of the table says besides why its constant may be above 1 and what to do, whether some input attains it, and how
-far its result in float64 may be from the exact one. Norms are certified in ``trysquare.spectrum``.
+An entry of the table says besides why its constant may be above 1 and what to do, whether some input attains it, and
+how far its result in float64 may be from the exact one. Norms are certified in ``trysquare.spectrum``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trysquare.linalg.bounds import normalized, rescaled_up, singular_value_range
+from trysquare.linalg.bounds import SingularValueRange, normalized, rescaled_up, singular_value_range
 from trysquare.linalg.precision import at_least_float32
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.lipschitz.trace import Node, NoRuleError, Value, class_name
@@ -72,7 +72,7 @@ def _on(names: str, **about: Any) -> Callable[[Callable[..., Weights]], Callable
     return enter
 
 
-# -- arithmetic of weights: rounded up, and never to zero ---------------------------------------------------------------
+# -- arithmetic of weights: rounded up, and never to zero
 
 
 def scaled(weights: Tensor, factor: Any) -> Tensor:
@@ -120,11 +120,11 @@ def _constant_only(node: Node, *names: str) -> None:
             raise NoRuleError(f"its argument {name!r} depends on the input, which is not Lipschitz")
 
 
-# -- rounding errors in float64 ------------------------------------------------------------------------------------------
+# -- rounding errors in float64
 
 
 def _length(tensor: Tensor) -> float:
-    """Euclidean norm of all numbers; those of a batch are asked for by the call that made them and by those after it."""
+    """Euclidean norm of all numbers, in the order of memory where there is one."""
     return math.sqrt(float(torch.dot(flat, flat))) if (flat := _flat(tensor)) is not None else float(tensor.norm())
 
 
@@ -137,7 +137,7 @@ def _flat(tensor: Tensor) -> Tensor | None:
     return None
 
 
-# -- functions of each number -------------------------------------------------------------------------------------------
+# -- functions of each number
 
 _STEEP = "slope up to {bound}: use a 1-Lipschitz one"
 
@@ -228,7 +228,7 @@ def threshold(node: Node, given: list[Tensor]) -> Weights:
     return [_spread(node.args["self"], given[0])]
 
 
-# -- sums and products --------------------------------------------------------------------------------------------------
+# -- sums and products
 
 
 def _terms_of_sum(node: Node) -> list[tuple[Value, float]]:
@@ -262,7 +262,8 @@ def add(node: Node, given: list[Tensor]) -> Weights:
         return [_spread(value, scaled(weights, factor))]
     (a, left), (b, right) = terms
     la, lb = (value.labels.expand(weights.shape) for value in (a, b))
-    sign = 1.0 if node.op == "add" else -1.0
+    alpha = node.args.get("alpha", 1)
+    sign = math.copysign(1.0, alpha) * (1.0 if node.op == "add" else -1.0)
     same = (la.abs() == lb.abs()) & (la != 0)
     both = (la != 0) & (lb != 0) & ~same
     shares = [torch.where(both, share, 1.0) for share in _shares(node, terms)]
@@ -336,7 +337,7 @@ def _terms_of_lerp(node: Node) -> list[tuple[Value, float]]:
     return [(node.args[name], c) for name, c in factors.items() if isinstance(node.args[name], Value)]
 
 
-# -- the larger and the smaller of two, and sorting ---------------------------------------------------------------------
+# -- the larger and the smaller of two, and sorting
 
 _SHARED = "the parts may depend on the same input, up to as many times as there are: divide by the root of their number"
 
@@ -349,7 +350,7 @@ def extremum(node: Node, given: list[Tensor]) -> Weights:
 
 @_on("max_min", isometric=True)
 def sorted_pair(node: Node, given: list[Tensor]) -> Weights:
-    """The larger and the smaller of one pair are that pair in another order. Of ``x`` and ``-x`` the larger is ``|x|``."""
+    """The larger and the smaller of one pair are that pair in order. Of ``x`` and ``-x`` the larger is ``|x|``."""
     weights = torch.maximum(given[0], given[1])
     a, b = node.args["self"], node.args["other"]
     if not isinstance(a, Value) or not isinstance(b, Value):
@@ -427,6 +428,14 @@ def _reduced(node: Node, weights: Tensor, along: Callable[[Tensor, tuple[int, ..
     return [_spread(value, weights.expand(value.labels.shape))]
 
 
+@_on("centering")
+def centering(node: Node, given: list[Tensor]) -> Weights:
+    """Numbers less their mean: a projection."""
+    axes = tuple(node.args["dim"])
+    weights = given[0].amax(axes, keepdim=True).expand(given[0].shape) if axes else given[0]
+    return [(node.args["self"].labels, weights)]
+
+
 @_on("_softmax softmax", rounding=lambda args, out: _softmax_rounding(args, out))
 def softmax(node: Node, given: list[Tensor]) -> Weights:
     """``diag(p) - p pᵀ`` has norm at most ``max 2 p (1 - p) <= 1/2`` (Gershgorin)."""
@@ -452,7 +461,7 @@ def _softmax_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
     return 4 * length * UNIT_ROUNDOFF * spread * (_length(out[0]) + math.sqrt(out[0].numel()))
 
 
-# -- linear maps with constant weights ----------------------------------------------------------------------------------
+# -- linear maps with constant weights
 
 _MATRIX = "the constant matrix has norm {bound}: divide by it"
 
@@ -556,9 +565,7 @@ def _vector_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
     return 4 * (length + 4) * UNIT_ROUNDOFF * (math.prod(sizes[:2]) + sum(sizes))
 
 
-@_on(
-    "embedding", attained=True, remark="its table has norm {bound} with respect to one-hot vectors: divide by it"
-)
+@_on("embedding", attained=True, remark="its table has norm {bound} with respect to one-hot vectors: divide by it")
 def embedding(node: Node, given: list[Tensor]) -> Weights:
     """Tokens as one-hot vectors: the spectral norm of the table."""
     _constant_only(node, "weight")
@@ -594,6 +601,9 @@ def convolution(node: Node, given: list[Tensor]) -> Weights:
         kernel = kernel * factors.view(*factors.shape, *(1,) * (kernel.ndim - 2))
     norm_of = _transposed_norm if node.args["transposed"] else _plain_norm
     labels, norm = _once(node, profile, lambda: norm_of(node, kernel))
+    if isinstance(norm, SingularValueRange):
+        node.range = norm if bool((profile == 1).all()) else node.range
+        norm = norm.high
     return [(labels, scaled(tops, norm).view(-1, *(1,) * (labels.ndim - 1)).expand(labels.shape))]
 
 
@@ -601,7 +611,7 @@ def _numbers(node: Node, dims: int) -> list[tuple[int, ...]]:
     return [_each(node.args[name], dims) for name in ("stride", "padding", "dilation", "output_padding")]
 
 
-def _plain_norm(node: Node, kernel: Tensor) -> tuple[Tensor, float]:
+def _plain_norm(node: Node, kernel: Tensor) -> tuple[Tensor, float | SingularValueRange]:
     """Labels that a convolution reads, and its certified norm as a function of them.
 
     Zeros around the input and a circular extension of it, made by steps of their own, are part of the convolution.
@@ -678,21 +688,28 @@ _FOLDED_ENTRIES = 1 << 22
 _FOLDED_SIDE = 1024
 
 
-def _folded_norm(operator: LinearOperator, labels: Tensor) -> tuple[Tensor, float]:
+def _folded_norm(operator: LinearOperator, labels: Tensor) -> tuple[Tensor, float | SingularValueRange]:
     """Norm of a convolution that may read numbers several times; exact for small ones, whatever they are."""
     one = labels[0].flatten()
     read, inverse = one.abs().unique(return_inverse=True)
     once = len(read) == len(one)
     rows, columns = math.prod(operator.image), len(read)
     if once or operator.groups > 1 or rows * len(one) > _FOLDED_ENTRIES or min(rows, columns) > _FOLDED_SIDE:
-        return labels, norm_range(operator, lowest=False)[1]
+        return labels, norm_range(operator, lowest=False)
     for sample in labels[1:]:
         if not torch.equal(sample.flatten().abs().unique(return_inverse=True)[1], inverse):
-            return labels, norm_range(operator, lowest=False)[1]
+            return labels, norm_range(operator, lowest=False)
     kernel, exponent = normalized(operator.kernel)
     dense = LinearOperator(kernel, operator.dilation, 1, operator.axes).dense()[0] * one.sign()
     folded = dense.new_zeros(rows, columns).index_add_(1, inverse, dense)
-    rounding = 2 * (len(one) // columns + 2 + kernel[0, 0].numel()) * UNIT_ROUNDOFF * float(dense.abs().norm()) * len(one) / columns
+    rounding = (
+        2
+        * (len(one) // columns + 2 + kernel[0, 0].numel())
+        * UNIT_ROUNDOFF
+        * float(dense.abs().norm())
+        * len(one)
+        / columns
+    )
     norm = singular_value_range([folded[None]], rounding * 1.01, lowest=False)[1]
     positions = torch.zeros(columns, dtype=torch.long).scatter_(0, inverse, torch.arange(len(one)))
     return labels.flatten(1)[:, positions], rescaled_up(norm, exponent)
@@ -735,7 +752,7 @@ def _normalisation_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
     return 16 * UNIT_ROUNDOFF * (float(scales.max()) * _length(value) + copies * shift + _length(out[0]))
 
 
-# -- windows ------------------------------------------------------------------------------------------------------------
+# -- windows
 
 _OVERLAP = "windows overlap: use kernel_size = stride"
 
@@ -769,7 +786,9 @@ def max_pool(node: Node, given: list[Tensor]) -> Weights:
     dims = len(sizes)
     kernel = _each(node.args["kernel_size"], dims)
     stride = _each(node.args.get("stride") or kernel, dims)
-    padding, dilation = (_each(node.args.get(name, default), dims) for name, default in (("padding", 0), ("dilation", 1)))
+    padding, dilation = (
+        _each(node.args.get(name, default), dims) for name, default in (("padding", 0), ("dilation", 1))
+    )
     windows = math.prod(most_windows(*axis) for axis in zip(kernel, stride, padding, dilation, sizes, strict=True))
     return _maps(node, _only_first(given), math.sqrt(windows) * _UP)
 
@@ -855,38 +874,55 @@ def interpolation(node: Node, given: list[Tensor]) -> Weights:
     return _maps(node, given[0], norm)
 
 
-# -- what has no rule, and why ------------------------------------------------------------------------------------------
+# -- what has no rule, and why
 
 _DIVIDES = "it divides by the deviation or norm of its input: its only Lipschitz constant is near 1 / sqrt(eps)"
 _JUMPS = "it jumps, and a function that jumps is not Lipschitz"
 _GROWS = "its slope has no bound over all inputs; clamp its input first, or take a function of bounded slope"
 _ATTENTION = "softmax attention multiplies its inputs with each other, which is not Lipschitz"
+_SQUARES = "a variance grows with the square of its input"
+_MATRICES = "it has no rule; write it as a product with a matrix"
 REASONS = {
     **dict.fromkeys(["native_layer_norm", "native_group_norm", "_fused_rms_norm", "rsqrt", "reciprocal"], _DIVIDES),
-    **dict.fromkeys(["var", "std", "var_mean", "std_mean", "var_correction"], "a variance grows with the square of its input"),
-    **dict.fromkeys(["hardshrink", "sign", "round", "floor", "ceil", "trunc", "frac", "remainder", "fmod", "argmax"], _JUMPS),
-    **dict.fromkeys(["argmin", "argsort", "heaviside", "bucketize", "searchsorted", "one_hot"], _JUMPS),
+    **dict.fromkeys(["var", "std", "var_mean", "std_mean", "var_correction"], _SQUARES),
+    **dict.fromkeys("hardshrink sign round floor ceil trunc frac remainder fmod argmax argmin argsort".split(), _JUMPS),
+    **dict.fromkeys("heaviside bucketize searchsorted one_hot".split(), _JUMPS),
     **dict.fromkeys(["exp", "expm1", "pow", "square", "log", "log1p", "sqrt", "tan", "sinh", "cosh", "prod"], _GROWS),
     **dict.fromkeys(["addcmul", "addcdiv", "glu"], "it multiplies or divides values by each other"),
     **dict.fromkeys(["upsample_bicubic2d", "grid_sampler_2d"], "this interpolation has no rule; bilinear has"),
-    **dict.fromkeys(["cumsum", "cumprod", "fft_r2c", "_fft_r2c", "_fft_c2c"], "it has no rule; write it as a product with a matrix"),
+    **dict.fromkeys(["cumsum", "cumprod", "fft_r2c", "_fft_r2c", "_fft_c2c"], _MATRICES),
 }  # fmt: skip
 REASONS |= {
     f"_scaled_dot_product_{kind}": _ATTENTION
-    for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention", "attention_math")
+    for kind in (
+        "flash_attention_for_cpu",
+        "flash_attention",
+        "efficient_attention",
+        "cudnn_attention",
+        "attention_math",
+    )
 }
 REASONS |= {"_native_multi_head_attention": _ATTENTION, "_transformer_encoder_layer_fwd": _ATTENTION}
-REASONS |= {"where": "a choice between values by a condition that depends on the input jumps, unless it is the larger or "
-            "the smaller of the two that are compared; write it with torch.maximum, torch.minimum or clamp"}  # fmt: skip
+REASONS["where"] = (
+    "a choice between values by a condition that depends on the input jumps, unless it is the larger or the smaller of "
+    "the two that are compared; write it with torch.maximum, torch.minimum or clamp"
+)
 _COMPARISONS = frozenset(["gt", "ge", "lt", "le", "eq", "ne", "logical_and", "logical_or", "logical_not", "isnan"])
 
 
 def no_rule(node: Node) -> NoRuleError:
     """The error for a call without a rule."""
     reason = _JUMPS if node.op in _COMPARISONS else REASONS.get(node.op, "its Lipschitz constant is not known")
-    own = next((frame.module for frame in reversed(node.path) if type(frame.module).__module__[:6] != "torch."), None)
-    cls = class_name(own if own is not None else node.module)
-    return NoRuleError(
-        f"no Lipschitz rule for {node.where()}: {reason}. If you can prove a bound of the module, register it: "
-        f"@trysquare.lipschitz.rule({cls}) on a function (layer, input_shape) -> float"
+    return NoRuleError(f"no Lipschitz rule for {node.where()}: {reason}. {way_out(node)}")
+
+
+def way_out(node: Node) -> str:
+    """How to register a rule for the module that makes a call."""
+    own = next(
+        (f.module for f in reversed(node.path) if not type(f.module).__module__.startswith("torch.nn.modules.cont")),
+        None,
+    )
+    return (
+        f"If you can prove a bound of the module, register it: @trysquare.lipschitz.rule({class_name(own)}) on a "
+        "function (layer, input_shape) -> float"
     )

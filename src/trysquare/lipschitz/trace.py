@@ -50,24 +50,26 @@ BATCH = 2
 # Calls that move numbers, leave some out, repeat them or put constants beside them, and compute nothing.
 MOVES = frozenset(
     """
-    alias channel_shuffle clone cat constant_pad_nd contiguous copy detach diag_embed diagonal expand fill flip gather
-    im2col index index_put index_select lift_fresh masked_fill masked_scatter masked_select narrow neg permute
-    pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d reflection_pad3d repeat replication_pad1d
-    replication_pad2d replication_pad3d roll rot90 scatter select select_scatter slice slice_scatter split
-    split_with_sizes squeeze stack t take transpose tril triu unbind unfold unsafe_split unsqueeze
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d view where zero _unsafe_index _unsafe_view
+    alias channel_shuffle clone cat constant_pad_nd contiguous copy detach diag_embed diagonal expand fill flip
+    gather im2col index index_put index_select lift_fresh masked_fill masked_scatter masked_select narrow neg
+    permute pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d reflection_pad3d repeat
+    replication_pad1d replication_pad2d replication_pad3d roll rot90 scatter select select_scatter slice
+    slice_scatter split split_with_sizes squeeze stack t take transpose tril triu unbind unfold unsafe_split
+    unsqueeze upsample_nearest1d upsample_nearest2d upsample_nearest3d view where zero _unsafe_index _unsafe_view
     _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d _reshape_alias
     """.split()
 )
 # Calls that make a constant with the shape or dtype of a value.
 FACTS = frozenset(
-    "empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like zeros_like".split()
+    """
+    empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like zeros_like
+    """.split()
 )
 _REPEATING = frozenset(
     """
     cat expand gather im2col index index_select reflection_pad1d reflection_pad2d reflection_pad3d repeat
-    replication_pad1d replication_pad2d replication_pad3d stack upsample_nearest1d upsample_nearest2d upsample_nearest3d
-    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+    replication_pad1d replication_pad2d replication_pad3d stack upsample_nearest1d upsample_nearest2d
+    upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
     """.split()
 )
 _LOOKS = frozenset(["_local_scalar_dense", "equal", "is_nonzero", "nonzero", "unique_dim", "_unique2", "allclose"])
@@ -107,10 +109,13 @@ class Traced(Tensor):
         return f"Traced({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        own = [kind.__name__ for kind in types if not issubclass(kind, Traced)]
         raise NoRuleError(
-            f"{func} was called on a value of a trace outside of it, or through something that torch's dispatch modes "
-            "do not see; such a model cannot be followed"
+            f"{func} was called on a value of a trace outside of it, or made it a tensor of another class "
+            f"({', '.join(own) or 'Traced'}); such a model cannot be followed"
         )
 
 
@@ -150,6 +155,7 @@ class Node:
         changes: bounds of the arguments whose changes add up, by their ``id``: how the sum is best shared out.
         constants: of a leaf, one for each input, once they are known.
         norms: certified norms that are known already, by what the outputs are weighted with.
+        range: of the singular values of a convolution, if that was met on the way.
         moves: whether it is none that computes, but a note of a call that moved numbers and may have repeated some.
     """
 
@@ -166,6 +172,7 @@ class Node:
     constants: list[float] | None = None
     moves: bool = False
     norms: dict[bytes, Any] = field(default_factory=dict)
+    range: Any = None
 
     @property
     def module(self) -> nn.Module | None:
@@ -256,6 +263,7 @@ class Shadow(TorchDispatchMode):
         self.path: list[Frame] = []
         self.calls = 0  # of modules, so far
         self.looking = False
+        self.inside = 0  # of how many leaves
         # Torch's own casts are seen where autocast is off again already.
         self.autocast = autocast_dtype(input_like(model)) is not None
         self._created: dict[int, StorageWeakRef] = {}
@@ -381,12 +389,15 @@ class Shadow(TorchDispatchMode):
         if op == "view" and func._overloadname == "dtype":
             raise NoRuleError(f"it reads the same bits as other numbers ({user_line()}), which is not Lipschitz")
         like = self._shapes(func, args, kwargs)
+        given = next(t for t in tree_leaves((args, kwargs)) if self.payload(t) is not None)
+        for part in tree_leaves(like):
+            if isinstance(part, Tensor) and part.is_floating_point() and given.is_floating_point():
+                self._check_cast(given, part.dtype)
         if op in MOVES and self._moves(op, args):
             made = self.move(func, args, kwargs)
         else:
             made = self.compute(op, func, args, kwargs)
-        device = next(t.device for t in tree_leaves((args, kwargs)) if self.payload(t) is not None)
-        return _paired(lambda payload, meta: Traced(payload, meta.dtype, device), made, like)
+        return _paired(lambda payload, meta: Traced(payload, meta.dtype, given.device), made, like)
 
     def _moves(self, op: str, args: Any) -> bool:
         """Whether a call moves numbers by constants alone."""
@@ -397,9 +408,7 @@ class Shadow(TorchDispatchMode):
         indices = args[1:] if op not in ("cat", "stack", "copy", "slice_scatter", "select_scatter") else ()
         for value in tree_leaves(indices):
             if self.payload(value) is not None and not value.is_floating_point():
-                raise NoRuleError(
-                    f"an index or mask depends on the input ({op}, {user_line()}): what it selects jumps"
-                )
+                raise NoRuleError(f"an index or mask depends on the input ({op}, {user_line()}): what it selects jumps")
         if op == "index_put" and len(args) > 3 and args[3]:
             raise NoRuleError(f"index_put with accumulate=True has no rule ({user_line()})")
         if op == "scatter" and any(isinstance(value, str) for value in args):
@@ -426,6 +435,8 @@ class Shadow(TorchDispatchMode):
         payload = self.payload(value)
         if payload is not None:
             return payload
+        if value.is_complex():  # inside of a leaf
+            return value.to("cpu", torch.complex128)
         return self.lifted(value) if value.is_floating_point() else value.cpu()
 
     def _cast(self, value: Tensor, kwargs: Any) -> Tensor:
@@ -441,6 +452,8 @@ class Shadow(TorchDispatchMode):
     def _check_cast(self, value: Tensor, dtype: torch.dtype) -> None:
         """Refuse a cast that jumps by more than the arithmetic of the network does anyway."""
         kind = str(dtype).removeprefix("torch.")
+        if self.inside:
+            return
         if dtype.is_complex:
             raise NoRuleError(f"it makes complex numbers ({user_line()}); only real networks have rules")
         if value.dtype == torch.bool or not value.is_floating_point():
@@ -491,7 +504,7 @@ class Shadow(TorchDispatchMode):
             return payload
         storage = target.untyped_storage()
         whole = torch.empty(0, dtype=target.dtype, device=target.device).set_(storage)  # type: ignore[call-overload]
-        payload = self.lifted(whole)
+        payload = self._moved(whole)
         payload = payload.clone() if payload.data_ptr() == whole.data_ptr() else payload
         self._written[_address(target)] = memory = _Memory(payload, whole)
         if whole.is_floating_point():
@@ -508,13 +521,13 @@ class Shadow(TorchDispatchMode):
 
         if func._schema.name in ("aten::index", "aten::masked_select", "aten::index_put", "aten::_unsafe_index"):
             # Their shape depends on the numbers of masks, which are constants.
-            def meta(value: Any) -> Any:  # type: ignore[no-redef]  # noqa: F811
+            def meta(value: Any) -> Any:  # type: ignore[no-redef]
                 if isinstance(value, Tensor):
                     return value if self.payload(value) is None else torch.empty(value.shape, dtype=value.dtype)
                 return value
 
         result = func(*tree_map(meta, tuple(args)), **tree_map(meta, kwargs))
-        if any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_leaves(result)):
+        if not self.inside and any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_leaves(result)):
             raise NoRuleError(f"it makes complex numbers ({user_line()}); only real networks have rules")
         return result
 
@@ -715,9 +728,11 @@ class Tracer(Shadow):
         return Graph(self.nodes, inputs, tree_map(value, _plain_structure(result)), tokens, self.modules)
 
     def lifted(self, constant: Tensor) -> Tensor:
+        """Constants have the label 0."""
         return torch.zeros(constant.shape, dtype=torch.float64)
 
     def number(self, value: Any) -> Any:
+        """As any constant."""
         return 0.0
 
     def _new(self, shape: Shape) -> tuple[Tensor, int]:
@@ -738,8 +753,8 @@ class Tracer(Shadow):
                 return
             if not value.is_floating_point():
                 raise NoRuleError(
-                    f"tokens that do not go to an embedding have no Lipschitz constant ({user_line()}), and numbers that "
-                    "are rounded to integers jump"
+                    f"tokens that do not go to an embedding have no Lipschitz constant ({user_line()}), and numbers "
+                    "that are rounded to integers jump"
                 )
         super()._check_cast(value, dtype)
 
@@ -762,10 +777,11 @@ class Tracer(Shadow):
             return leaf if (payload := self.payload(leaf)) is None else Value(payload.clone())
 
         depending = [leaf for leaf in tree_leaves(list(bound.values())) if self.payload(leaf) is not None]
-        if any(not leaf.is_floating_point() for leaf in depending) and op not in ("embedding", "where"):
+        jumping = any(not leaf.is_floating_point() for leaf in depending)
+        if jumping and not self.inside and op not in ("embedding", "where"):
             raise NoRuleError(
-                f"{op} of integers or conditions that depend on the input ({user_line()}): they jump, and tokens have a "
-                "Lipschitz constant only as what an embedding takes"
+                f"{op} of integers or conditions that depend on the input ({user_line()}): they jump, and tokens have "
+                "a Lipschitz constant only as what an embedding takes"
             )
         like = self._shapes(func, args, kwargs)
         node = self._node(op, {name: tree_map(value, given) for name, given in bound.items()}, like)
@@ -817,7 +833,9 @@ class Tracer(Shadow):
             return result
         values = [Value(arg_payload.clone()) for arg in args if (arg_payload := self.payload(arg)) is not None]
         outer, self.nodes = self.nodes, []
+        self.inside += 1
         result = super().call_module(module, args, kwargs)
+        self.inside -= 1
         inner, self.nodes = self.nodes, outer
         if not isinstance(result, Traced):
             raise NoRuleError(
@@ -871,12 +889,12 @@ class Evaluator(Shadow):
 
         def made(tensor: Tensor) -> Traced:
             values = tensor.detach().cpu()
-            return Traced(values.double() if values.is_floating_point() else values, tensor.dtype, tensor.device)
+            values = values.to(torch.float64, copy=True) if values.is_floating_point() else values.clone()
+            return Traced(values.contiguous(), tensor.dtype, tensor.device)
 
-        args = [made(tensor) for tensor in ([inputs] if isinstance(inputs, Tensor) else inputs)]
-        kwargs = {}
-        if isinstance(inputs, dict):
-            args, kwargs = [], {name: made(tensor) for name, tensor in inputs.items()}
+        named = isinstance(inputs, dict)
+        args = [] if named else [made(tensor) for tensor in ([inputs] if isinstance(inputs, Tensor) else inputs)]
+        kwargs = {name: made(tensor) for name, tensor in inputs.items()} if named else {}
 
         def value(leaf: Any) -> Any:
             return leaf if (payload := self.payload(leaf)) is None else payload
@@ -884,6 +902,7 @@ class Evaluator(Shadow):
         return tree_map(value, _plain_structure(run(self, args, kwargs)))
 
     def lifted(self, constant: Tensor) -> Tensor:
+        """A constant in float64, which is kept if it is a parameter."""
         if not isinstance(constant, nn.Parameter):
             return constant.detach().to("cpu", torch.float64)
         key = id(constant), constant._version
@@ -892,13 +911,16 @@ class Evaluator(Shadow):
         return self.kept[key][1]
 
     def number(self, value: Any) -> Any:
+        """The number itself."""
         return value
 
     def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call a module, and observe it if it is a leaf."""
         inputs = [self.payload(arg) for arg in args]
         leaf = not kwargs and args and all(part is not None for part in inputs) and self.is_leaf(module)
+        self.inside += bool(leaf)
         result = super().call_module(module, args, kwargs)
+        self.inside -= bool(leaf)
         if leaf and (made := self.payload(result)) is not None:
             self.observe("leaf", {str(i): part for i, part in enumerate(inputs)}, [made])
         return result
@@ -916,6 +938,8 @@ class Evaluator(Shadow):
             # Twice as fast in float64 on a processor, where torch unfolds the input.
             exact = (exact[0].contiguous(memory_format=torch.channels_last), *exact[1:])
         result = func(*exact, **options)
+        if op == "convolution":
+            result = result.contiguous()  # as the labels are: what torch calls next may depend on it
         names = [argument.name for argument in func._schema.arguments]
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.observe(op, dict(zip(names, exact, strict=False)) | options, tensors)
@@ -959,8 +983,8 @@ def refuse_unreadable(model: nn.Module) -> None:
         iterates = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
         if module.training and (iterates or isinstance(module, _DIFFERENT_IN_TRAINING)):
             raise NoRuleError(
-                f"{where} is in training mode, where it draws random numbers, uses and changes statistics of the batch, "
-                "or changes its weight at every pass; call model.eval()"
+                f"{where} is in training mode, where it draws random numbers, uses and changes statistics of the "
+                "batch, or changes its weight at every pass; call model.eval()"
             )
 
 
@@ -980,8 +1004,14 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     try:
         yield
         after = random.getstate(), np.random.get_state()
-        if after[0] != chance[1] or repr(after[1]) != repr(chance[2]) or not torch.equal(torch.get_rng_state(), chance[0]):
-            raise NoRuleError(f"the forward pass of {class_name(model)} draws random numbers: it is not a fixed function")
+        if (
+            after[0] != chance[1]
+            or repr(after[1]) != repr(chance[2])
+            or not torch.equal(torch.get_rng_state(), chance[0])
+        ):
+            raise NoRuleError(
+                f"the forward pass of {class_name(model)} draws random numbers: it is not a fixed function"
+            )
     finally:
         for current, kept in attributes:
             current.clear()

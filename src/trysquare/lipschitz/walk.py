@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.lipschitz.leaves import leaf_terms, leaf_weights
-from trysquare.lipschitz.rules import RULES, Rule, Weights, no_rule
+from trysquare.lipschitz.rules import RULES, Rule, Weights, no_rule, way_out
 from trysquare.lipschitz.trace import Graph, Node, NoRuleError, Value
 from trysquare.progress import track
 
@@ -114,7 +114,9 @@ class Walk:
         try:
             made = _rule(node).weights(node, given)
         except NoRuleError as error:
-            raise error if node.where() in str(error) else NoRuleError(f"{node.where()}: {error}") from None
+            raise (
+                error if node.where() in str(error) else NoRuleError(f"{node.where()}: {error}. {way_out(node)}")
+            ) from None
         except ValueError as error:
             raise ValueError(f"{node.where()}: {error}") from error
         for _, w in made:
@@ -177,16 +179,18 @@ def _inner_gains(node: Node, weights: Tensor) -> dict[int, float]:
 
 
 def _simplified(nodes: list[Node]) -> tuple[list[Node], dict[int, int]]:
-    """The same calls, with two things recognised that are spelled in several; and where each call went.
+    """The same calls, with three things recognised that are spelled in several; and where each call went.
 
-    ``where(a > b, a, b)`` is the larger of the two. The larger and the smaller of one pair are that pair in order: the
-    first of the two calls then has both results.
+    ``where(a > b, a, b)`` is the larger of the two. ``x`` less its mean is a projection. The larger and the smaller of
+    one pair are that pair in order: the first of the two calls then has both results.
     """
     comparisons = {node.start: node for node in nodes if node.op in ("gt", "ge", "lt", "le")}
+    means = {node.start: node for node in nodes if node.op == "mean"}
     made: list[Node] = []
     position: dict[int, int] = {}
     for original in nodes:
         node = _as_extremum(original, comparisons) if original.op == "where" else original
+        node = _as_centering(node, means) if node.op == "sub" else node
         other = {"maximum": "minimum", "minimum": "maximum"}.get(node.op)
         pairs = [i for i in range(len(made) - 1, -1, -1) if made[i].op == other and _same_pair(made[i], node)]
         if other and pairs:
@@ -217,6 +221,26 @@ def _as_extremum(node: Node, comparisons: dict[int, Node]) -> Node:
     if signs and torch.equal(a.labels, -b.labels) and torch.equal(*(v.labels.expand(shape).abs() for v in (a, x))):
         return replace(node, op="maximum", args={"self": a, "other": b})  # |x| or -|x|
     return node
+
+
+def _as_centering(node: Node, means: dict[int, Node]) -> Node:
+    """A projection, if what is taken off is the mean of the same numbers."""
+    value, mean = node.args["self"], node.args["other"]
+    if not isinstance(value, Value) or not isinstance(mean, Value) or node.args.get("alpha", 1) != 1:
+        return node
+    made = means.get(int(mean.labels.flatten()[0])) if mean.labels.numel() else None
+    shape = value.labels.shape
+    if made is None or shape != node.outputs[0][1] or mean.labels.ndim != len(shape):
+        return node
+    axes = [axis for axis, size in enumerate(mean.labels.shape) if size == 1 and shape[axis] > 1]
+    # The mean over these axes, and each of them where it belongs.
+    expected = torch.arange(made.size, dtype=torch.float64).view(mean.labels.shape) + made.start
+    dims = made.args.get("dim")
+    over = sorted(d % len(shape) for d in dims) if dims else list(range(len(shape)))
+    whole = sorted(axis for axis in over if shape[axis] > 1) == axes and mean.labels.numel() == made.size
+    if not whole or not torch.equal(mean.labels, expected) or not torch.equal(made.values[0].labels, value.labels):
+        return node
+    return replace(node, op="centering", args={"self": value, "dim": axes})
 
 
 def _same_pair(first: Node, second: Node) -> bool:

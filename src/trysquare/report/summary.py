@@ -7,7 +7,7 @@ import math
 from trysquare.attacks import CertificateError
 from trysquare.certification import Certificate
 from trysquare.report.elements import section
-from trysquare.report.formats import bound, count, duration, epsilon, number, percent, radius, scientific
+from trysquare.report.formats import bound, count, duration, epsilon, percent, radius, scientific
 from trysquare.report.markup import Markup, tag
 from trysquare.report.reading import COMMANDS, Run
 

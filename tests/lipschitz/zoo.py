@@ -1,0 +1,131 @@
+"""Networks as others write them, with their true constant where it is known: what the table in the documents is made of."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import trysquare as ts
+from tests.resnet import resnet18
+
+
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, 1)
+        return torch.cat([torch.max(a, b), torch.min(a, b)], 1)
+
+
+class Neighbours(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x[:, ::2], x[:, 1::2]
+        return torch.stack([torch.maximum(a, b), torch.minimum(a, b)], 2).flatten(1, 2)
+
+
+class SortedPairs(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(len(x), -1, 2, *x.shape[2:]).sort(2).values.reshape(x.shape)
+
+
+class ByWhere(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.split(x.shape[1] // 2, 1)
+        swap = a < b
+        return torch.cat([torch.where(swap, b, a), torch.where(swap, a, b)], 1)
+
+
+class AbsByMax(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.max(x, -x)
+
+
+class PutBack(nn.Module):
+    """Slices that are put back together in four ways."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat(x.chunk(2, 1)[::-1], 1)
+        x = torch.stack(x.unbind(1), 1)
+        out = torch.zeros(x.shape, dtype=x.dtype)
+        out[:, ::2], out[:, 1::2] = x[:, 1::2].relu(), x[:, ::2].tanh()
+        return torch.cat(out.split([1, x.shape[1] - 1], 1), 1)
+
+
+class ReflectorInForward(nn.Module):
+    """A block reflector whose weight is built at every pass, as a convolution with circular padding of its own."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.v = nn.Parameter(torch.randn(channels, channels // 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.v / self.v.norm()
+        weight = torch.eye(len(v), dtype=v.dtype) - 2 * v @ torch.linalg.solve(v.mT @ v, v.mT)
+        return F.conv2d(x, weight[:, :, None, None])
+
+
+class Rescaled(nn.Module):
+    """A linear layer divided by the norm of its weight."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(features, features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight / torch.linalg.matrix_norm(self.weight, 2))
+
+
+class ZeroChannels(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, torch.zeros(x.shape[0], 5, *x.shape[2:], dtype=x.dtype)], 1)
+
+
+class MeanByReshape(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        b, c, h, w = x.shape
+        return 2 * x.view(b, c, h // 2, 2, w // 2, 2).mean((3, 5))
+
+
+class Unet(nn.Module):
+    """Skips that are concatenated, and joined by an orthogonal layer over twice the channels."""
+
+    def __init__(self, channels: int = 8) -> None:
+        super().__init__()
+        self.first = ts.OrthoConv2d(3, channels, 3)
+        self.down = ts.OrthoConv2d(channels // 2, 2 * channels, 2, stride=2)
+        self.up = ts.OrthoConvTranspose2d(2 * channels, channels // 2, 2, stride=2)
+        self.last = ts.OrthoConv2d(channels, 3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = ts.MaxMin()(self.first(x))
+        kept, deep = x.chunk(2, 1)
+        return self.last(torch.cat([kept, self.up(ts.MaxMin()(self.down(deep)))], 1))  # type: ignore[no-any-return]
+
+
+def _between(activation: nn.Module) -> nn.Module:
+    layers = [nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)) for _ in range(5)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, activation)))
+
+
+def _own_padding() -> nn.Module:
+    plain = ts.to_torch(ts.OrthoConv2d(4, 4, 3, padding=0))
+    return nn.Sequential(nn.CircularPad2d(1), plain, nn.ReLU(), nn.CircularPad2d((1, 1, 0, 2)), plain)
+
+
+# Name, network, shape of its input, and its constant (``None`` where only a lower bound is known).
+ZOO = {
+    "MaxMin of halves, 5 layers": (lambda: _between(Halves()), (8,), 1.0),
+    "MaxMin of neighbours (stack, flatten), 5 layers": (lambda: _between(Neighbours()), (8,), 1.0),
+    "MaxMin by sort of pairs, 5 layers": (lambda: _between(SortedPairs()), (8,), 1.0),
+    "MaxMin by torch.where, 5 layers": (lambda: _between(ByWhere()), (8,), 1.0),
+    "absolute value as max(x, -x), 5 layers": (lambda: _between(AbsByMax()), (8,), 1.0),
+    "cat of chunk, unbind, split, slices written back": (PutBack, (8, 4, 4), 1.0),
+    "circular padding as a layer of its own": (_own_padding, (4, 8, 8), 1.0),
+    "block reflector built in forward": (lambda: ReflectorInForward(6), (6, 5, 5), 1.0),
+    "weight divided by its norm in forward": (lambda: Rescaled(6), (6,), 1.0),
+    "zero channels concatenated": (ZeroChannels, (3, 4, 4), 1.0),
+    "average pooling by view and mean, times 2": (MeanByReshape, (3, 8, 8), 1.0),
+    "U-Net of orthogonal layers": (Unet, (3, 16, 16), 1.0),
+    "plain torch from to_torch, transposed": (lambda: ts.to_torch(ts.OrthoConvTranspose2d(8, 4, 2, stride=2)), (8, 4, 4), 1.0),
+    "plain torch from to_torch, tiny-cifar": (lambda: ts.to_torch(ts.models.build("tiny-cifar", (3, 16, 16), 10)), (3, 16, 16), 1.0),
+    "ResNet-18, untrained, BatchNorm in eval mode": (resnet18, (3, 64, 64), None),
+}  # fmt: skip
