@@ -101,7 +101,7 @@ def test_errors_are_one_line(elsewhere, capsys):
         assert shown.count("\n") == 1
     assert main(["audit", "somebodys_model:build", "--input-shape", "4,8,8"]) == 1
     shown = capsys.readouterr().err
-    assert "0 does not accept an input of shape (4, 8, 8)" in shown
+    assert "Conv2d at '0' does not accept an input of shape (4, 8, 8)" in shown
     assert "Conv2d: input_shape=(4, 8, 8) must be (3 channels, and 2 sizes)" in shown
     assert main(["audit", "somebodys_model:interrupted", "--input-shape", "3,8,8"]) == 130
     assert capsys.readouterr().err == "trysquare: interrupted\n"

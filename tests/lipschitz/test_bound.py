@@ -14,7 +14,7 @@ from trysquare.lipschitz import NoRuleError
 
 SLOPES = {
     nn.ReLU: 1.0, nn.ReLU6: 1.0, nn.Hardtanh: 1.0, nn.Tanh: 1.0, nn.Sigmoid: 0.25, nn.LogSigmoid: 1.0, nn.Softsign: 1.0,
-    nn.Tanhshrink: 1.0, nn.Softshrink: 1.0, nn.SELU: 1.75809934, nn.GELU: 1.1291, nn.SiLU: 1.0999, nn.Mish: 1.0885,
+    nn.Tanhshrink: 1.0, nn.Softshrink: 1.0, nn.SELU: 1.7580993409, nn.GELU: 1.1291, nn.SiLU: 1.0999, nn.Mish: 1.0885,
     nn.Hardswish: 1.5, nn.Hardsigmoid: 0.16666668,
 }  # fmt: skip
 MODULES = [
@@ -73,7 +73,7 @@ def test_rules_are_above_every_jacobian_seen(module, shape):
 def test_slopes_of_activations_are_the_largest_derivatives():
     x = torch.linspace(-10, 10, 200_001, dtype=torch.float64, requires_grad=True)
     for cls, slope in SLOPES.items():
-        assert slope <= ts.lipschitz_bound(cls(), (3,)) < slope * (1 + 1e-4)
+        assert slope * (1 - 1e-9) <= ts.lipschitz_bound(cls(), (3,)) < slope * (1 + 1e-4)
         (derivative,) = torch.autograd.grad(cls()(x).sum(), x)
         assert slope * 0.999 < float(derivative.abs().max()) <= slope, cls
     (derivative,) = torch.autograd.grad(nn.GELU(approximate="tanh")(x).sum(), x)
@@ -233,7 +233,7 @@ def test_modes_hooks_shapes_and_weights():
     hooked[0].register_forward_hook(lambda module, args, output: 100 * output)
     plain = float(torch.linalg.matrix_norm(hooked[0].weight.detach(), 2))
     assert ts.lipschitz_bound(hooked, (3,)) == pytest.approx(100 * plain, rel=1e-5)
-    with pytest.raises(ValueError, match=r"Linear at '0' fails on inputs of shape \(4,\)"):
+    with pytest.raises(ValueError, match=r"Linear at '0' does not accept an input of shape \(4,\)"):
         ts.lipschitz_bound(nn.Sequential(nn.Linear(3, 3)), (4,))
     with pytest.raises(ValueError, match="positive integers"):
         ts.lipschitz_bound(nn.Linear(3, 3), ())

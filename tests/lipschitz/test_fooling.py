@@ -295,8 +295,8 @@ def _changed_layers():
 
     def own_method(layer):
         for name in ("_convolve_around", "_apply_series", "_branch"):
-            if hasattr(layer, name):
-                setattr(layer, name, lambda *a, plain=getattr(layer, name): 10 * plain(*a))
+            if plain := getattr(layer, name, None):
+                setattr(layer, name, lambda *a, plain=plain: 10 * plain(*a))
         return layer
 
     def another_parametrization(layer):

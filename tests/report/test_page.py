@@ -113,11 +113,11 @@ def test_an_attack_on_another_certificate_is_told(whole):
     assert "different sets" in fewer.inside("curve")
 
 
-def test_certificates_without_pairs_and_with_a_given_error_say_so(whole):
+def test_certificates_without_pairs_and_without_measurements_say_so(whole):
     plain = replace(whole.certificate, pairwise=False, measured_samples=0, lipschitz=2.5)
     text = document(replace(whole, certificate=plain)).inside("meaning")
     assert "logits move by at most 2.5 times" in text
-    assert "given by hand, and not checked" in text
+    assert "They were not measured" in text
 
 
 @pytest.mark.parametrize("radius", [0.0, 1e9, torch.inf])

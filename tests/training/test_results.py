@@ -39,9 +39,16 @@ def test_a_wrong_certificate_is_an_error(run, capsys, monkeypatch):
 
 
 def _too_small(model, shape):
-    from trysquare.lipschitz.classifier import Classifier
+    from dataclasses import replace
 
-    return Classifier(0.1, None, 0.1)
+    from trysquare.lipschitz import Analysis, analyse
+
+    class Smaller(Analysis):
+        head_weight = None
+        features_bound = 0.1
+
+    found = analyse(model, shape)
+    return Smaller(**{name: getattr(replace(found, bound=0.1), name) for name in ("bound", "graph", "walk", "gains")})
 
 
 def test_autoattack_is_weaker_than_the_certificate(run, capsys, monkeypatch):

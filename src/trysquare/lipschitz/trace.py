@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from trysquare.layers.base import ParametrizedWeight
 from trysquare.layers.centering import BatchCentering
 from trysquare.linalg.precision import autocast_dtype
+from trysquare.operators import misfit
 
 Shape = tuple[int, ...]
 
@@ -262,6 +263,7 @@ class Shadow(TorchDispatchMode):
         self.model = model
         self.path: list[Frame] = []
         self.calls = 0  # of modules, so far
+        self.given: list[Shape] = []  # shapes of the inputs of the last of them
         self.looking = False
         self.inside = 0  # of how many leaves
         # Torch's own casts are seen where autocast is off again already.
@@ -607,6 +609,7 @@ def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _call(module, *args, **kwargs)
     # Left in place by an exception, so that the error can name the module.
     shadow.calls += 1
+    shadow.given = [tuple(arg.shape[1:]) for arg in args if isinstance(arg, Tensor)]
     shadow.path.append(Frame(shadow.names.get(id(module), type(module).__name__) or "model", module, shadow.calls))
     result = shadow.call_module(module, args, kwargs)
     shadow.path.pop()
@@ -656,10 +659,11 @@ def run(shadow: Shadow, args: Any, kwargs: Any) -> Any:
         except (NoRuleError, TakesTokens):
             raise
         except Exception as error:
-            shapes = ", ".join(str(tuple(t.shape[1:])) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
             name, module, _ = shadow.path[-1] if shadow.path else Frame("model", shadow.model, 0)
+            shapes = ", ".join(map(str, shadow.given))
             raise ValueError(
-                f"{class_name(module)} at {name!r} fails on inputs of shape {shapes} (without the batch): {error}"
+                f"{class_name(module)} at {name!r} does not accept an input of shape {shapes} (without the batch): "
+                f"{misfit(module, shadow.given) or error}"
             ) from error
 
 
