@@ -350,6 +350,7 @@ class ExactEvaluation:
         self.calls = all_calls(found.graph.nodes)
         self.dtype = input_like(model).dtype
         self.kept: dict[Any, Any] = {}
+        self.dtypes: dict[Any, Any] = {}
 
     def __call__(self, inputs: Tensor) -> tuple[Any, float]:
         """Results of a batch in float64, and how far they are from the exact ones at most (l2, all together).
@@ -373,7 +374,7 @@ class ExactEvaluation:
             error += self._contribution(node, args, out)
 
         evaluator = Evaluator(self.model, self.dtype, is_leaf, observe)
-        evaluator.kept = self.kept
+        evaluator.kept, evaluator.dtypes = self.kept, self.dtypes
         result = evaluator.evaluate(inputs)
         return result, error * (1 + 1e-9)
 

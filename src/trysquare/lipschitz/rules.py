@@ -599,8 +599,14 @@ def convolution(node: Node, given: list[Tensor]) -> Weights:
         else:  # (out, in / groups, ...)
             factors = factors[:, None]
         kernel = kernel * factors.view(*factors.shape, *(1,) * (kernel.ndim - 2))
-    norm_of = _transposed_norm if node.args["transposed"] else _plain_norm
-    labels, norm = _once(node, profile, lambda: norm_of(node, kernel))
+    # Outputs at the ends of an axis that nobody uses are as good as cut off.
+    ends = [_constant_border(weights, axis) for axis in range(2, weights.ndim)]
+    key = torch.cat([profile, torch.tensor(ends, dtype=torch.float64).flatten()])
+    labels, norm = _once(
+        node,
+        key,
+        lambda: _transposed_norm(node, kernel, ends) if node.args["transposed"] else _plain_norm(node, kernel),
+    )
     if isinstance(norm, SingularValueRange):
         node.range = norm if bool((profile == 1).all()) else node.range
         norm = norm.high
@@ -638,7 +644,7 @@ def _plain_norm(node: Node, kernel: Tensor) -> tuple[Tensor, float | SingularVal
     return _folded_norm(LinearOperator(kernel, dilation, groups, tuple(axes)), base)
 
 
-def _transposed_norm(node: Node, kernel: Tensor) -> tuple[Tensor, float]:
+def _transposed_norm(node: Node, kernel: Tensor, ends: list[tuple[int, int]]) -> tuple[Tensor, float]:
     """The same for a transposed convolution: the adjoint of the one from its output to its input.
 
     Of a circular extension whose ends are cut off again, each output is one of the circular convolution if all that it
@@ -649,13 +655,14 @@ def _transposed_norm(node: Node, kernel: Tensor) -> tuple[Tensor, float]:
     periods = [_period(labels, axis) for axis in range(2, labels.ndim)]
     wraps = any(period < size for period, size in zip(periods, labels.shape[2:], strict=True))
     axes, circles, repeats, base = [], [], 1, labels
-    for axis, (n, d, k, s, p, x) in enumerate(
-        zip(periods, dilation, kernel.shape[2:], stride, padding, extra, strict=True), start=2
+    for axis, (n, d, k, s, p, x, (before, after)) in enumerate(
+        zip(periods, dilation, kernel.shape[2:], stride, padding, extra, ends, strict=True), start=2
     ):
         size, e = labels.shape[axis], d * (k - 1) + 1
-        out = (size - 1) * s + e - 2 * p + x
-        axes.append(Axis(out, size, e, s, (p, p - x), "zeros"))
-        wraps = wraps and min(p, p - x) >= e - s
+        cut = p + before, p - x + after
+        out = (size - 1) * s + e - sum(cut)
+        axes.append(Axis(out, size, e, s, cut, "zeros"))
+        wraps = wraps and min(cut) >= e - s
         circles.append(Axis(n * s, n, e, s, (0, max(0, e - s)), "circular"))
         repeats *= -(-out // (n * s))
         base = base.narrow(axis, 0, n)

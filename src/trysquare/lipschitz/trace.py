@@ -535,6 +535,8 @@ class Shadow(TorchDispatchMode):
 
 
 _DISABLED = Tensor.__torch_dispatch__
+# Calls that return as many tensors as sizes say.
+_VARIABLE = frozenset(f"aten::{name}" for name in ("split", "split_with_sizes", "unbind", "unsafe_split"))
 
 
 def _same_place(tensor: Tensor, size: Any, stride: Any, offset: Any = None) -> bool:
@@ -887,6 +889,7 @@ class Evaluator(Shadow):
         super().__init__(model, dtype)
         self.is_leaf, self.observe = is_leaf, observe
         self.kept: dict[Any, tuple[Tensor, Tensor]] = {}  # parameters in float64
+        self.dtypes: dict[Any, Any] = {}  # of what calls return
 
     def evaluate(self, inputs: Any) -> Any:
         """What the model returns for one input tensor, a list or a dictionary of them, in float64."""
@@ -929,6 +932,19 @@ class Evaluator(Shadow):
             self.observe("leaf", {str(i): part for i, part in enumerate(inputs)}, [made])
         return result
 
+    def _check_cast(self, value: Tensor, dtype: torch.dtype) -> None:
+        """The trace has seen all casts."""
+
+    def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a call returns: asked for once, since only dtypes are of interest, which depend on dtypes alone."""
+        kinds = tuple((t.dtype, t.ndim == 0) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+        key = func, kinds, kwargs.get("dtype"), len(args[0]) if isinstance(args[0], list | tuple) else 0
+        if func._schema.name in _VARIABLE:
+            return super()._shapes(func, args, kwargs)
+        if key not in self.dtypes:
+            self.dtypes[key] = super()._shapes(func, args, kwargs)
+        return self.dtypes[key]
+
     def compute(self, op: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Compute in float64."""
 
@@ -938,7 +954,7 @@ class Evaluator(Shadow):
             return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
         exact, options = tree_map(longer, tuple(args)), tree_map(longer, kwargs)
-        if op == "convolution" and exact[0].ndim == 4:
+        if op == "convolution" and exact[0].ndim == 4 and exact[0].shape[1] >= 16:
             # Twice as fast in float64 on a processor, where torch unfolds the input.
             exact = (exact[0].contiguous(memory_format=torch.channels_last), *exact[1:])
         result = func(*exact, **options)

@@ -77,7 +77,8 @@ class Walk:
         while waiting:
             last = max(waiting)
             given = waiting.pop(last)
-            if not waiting:
+            # What is used only in part may have a smaller bound than the whole.
+            if not waiting and (last == _INPUT or all(bool((w > 0).all()) for w in given[:1])):
                 known = 1.0 if last == _INPUT else self.bounds[last]
                 if isinstance(known, ValueError):
                     raise known
