@@ -441,3 +441,76 @@ def test_several_inputs_and_outputs_count_together():
     assert ts.AuditReport.from_json(report.to_json()) == report
     with pytest.raises(ValueError, match="positive integers"):
         ts.lipschitz_bound(model, [(4,), (0,)])
+
+
+def _repeated_maps(x, layer):
+    """Two maps of each sample in the batch of a convolution, which repeat other positions with other signs."""
+    first = torch.cat([torch.zeros_like(x[:, :1]), x[:, 1:2], -x[:, 1:2]], -1)
+    second = torch.cat([x[:, :1], x[:, 1:2], x[:, 1:2]], -1)
+    return layer(torch.stack([first, second], 1).view(2 * len(x), 1, -1)).view(len(x), -1)
+
+
+def _half_by_fill(x):
+    out = torch.zeros(len(x), 1, dtype=torch.half)
+    for i in range(len(x)):
+        out[i].fill_(x[i, 0])
+    return out.to(x.dtype)
+
+
+def _data_replaced(x):
+    y = torch.zeros_like(x)
+    y.data = x
+    return y
+
+
+def _in_inference_mode(x, layer):
+    with torch.inference_mode():
+        return layer(x)
+
+
+# What it is, and whether it has a bound.
+SPECIAL = {
+    "condition of other entries": (lambda x: torch.where((x > 0).flip(1), x, 0.0), (3,), False),
+    "condition of repeated entries": (lambda x: torch.where((x > 0)[:, [0, 0, 2]], x, -x), (3,), False),
+    "condition of other pairs": (lambda x: torch.where((x[:, :2] > x[:, 2:]).flip(1), x[:, :2], x[:, 2:]), (4,), False),
+    "scatter that multiplies": (lambda x: x.clone().scatter_(1, torch.zeros(len(x), 1).long(), 7.0, reduce="multiply"), (3,), False),
+    "scatter that adds": (lambda x: torch.scatter(x, 1, torch.zeros(x.shape).long(), x, reduce="add"), (3,), False),
+    "smallest and largest of one": (lambda x: torch.cat(torch.aminmax(x, dim=1, keepdim=True), 1), (1,), True),
+    "smallest and largest of two": (lambda x: torch.cat(torch.aminmax(x, dim=1, keepdim=True), 1), (2,), True),
+    "difference of the same, nearly": (lambda x: torch.sub(x, x, alpha=0.99999999) * 1e8, (2,), True),
+    "sum of the same with a sign": (lambda x: torch.sub(x, x, alpha=-0.5), (2,), True),
+    "interpolation by a number": (lambda x: torch.lerp(x, x.flip(1), 1.7), (3,), True),
+    "softplus that jumps": (lambda x: F.softplus(x, beta=1e-9), (2,), False),
+    "nearest neighbours": (lambda x: F.interpolate(x, size=61, mode="nearest-exact"), (1, 2), True),
+    "rounding by fill": (_half_by_fill, (1,), False),
+    "data replaced": (_data_replaced, (2,), False),
+    "constant integers beside values": (lambda x: torch.cat([x, torch.full((len(x), 2), 10**6)], 1), (3,), True),
+    "memory that was not written": (lambda x: F.pad(x, (-2, 3, 3, -2), mode="circular"), (2, 4, 4), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special_cases_of_rules(name):
+    function, shape, certified = SPECIAL[name]
+    found = sound(Fn(lambda m, x: function(x) * m.one, one=torch.ones(1, dtype=torch.float64)), shape)
+    assert (found is not None) == certified
+
+
+def test_maps_that_share_a_call_but_not_their_pattern():
+    model = Fn(lambda m, x: _repeated_maps(x, m.layer))
+    model.layer = nn.Conv1d(1, 1, 3, bias=False)
+    model.layer.weight.data = torch.tensor([[[10.0, 1.0, 1.0]]])
+    assert sound(model, (2,)) is not None
+
+
+def test_inference_mode_inside_of_a_model():
+    model = Fn(lambda m, x: _in_inference_mode(x, m.layer))
+    model.layer = nn.Linear(4, 4)
+    assert ts.lipschitz_bound(model, (4,)) == pytest.approx(ts.lipschitz_bound(model.layer, (4,)))
+
+
+def test_a_radius_of_a_difference_that_cancels_is_not_infinite():
+    model = nn.Sequential(Fn(lambda m, x: torch.sub(x, x, alpha=0.99999999) * 1e8), nn.Linear(3, 3))
+    images = torch.randn(8, 3)
+    labels = model(images).argmax(1)
+    assert ts.certify(model, (images, labels)).radii.isfinite().all()

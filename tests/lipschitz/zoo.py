@@ -127,5 +127,5 @@ ZOO = {
     "U-Net of orthogonal layers": (Unet, (3, 16, 16), 1.0),
     "plain torch from to_torch, transposed": (lambda: ts.to_torch(ts.OrthoConvTranspose2d(8, 4, 3, stride=2)), (8, 4, 4), 1.0),
     "plain torch from to_torch, tiny-cifar": (lambda: ts.to_torch(ts.models.build("tiny-cifar", (3, 16, 16), 10)), (3, 16, 16), 1.0),
-    "ResNet-18, untrained, BatchNorm in eval mode": (resnet18, (3, 64, 64), None),
+    "ResNet-18, untrained, BatchNorm in eval mode": (resnet18, (3, 32, 32), None),
 }  # fmt: skip

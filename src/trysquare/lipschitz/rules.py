@@ -36,6 +36,7 @@ Weights = list[tuple[Tensor, Tensor]]
 _UP = 1 + 2.0**-48
 _TINY = 2.0**-1022
 _SMOOTH_THRESHOLD = 20
+_LARGEST_JUMP = 1e-7
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,17 @@ def scaled(weights: Tensor, factor: Any) -> Tensor:
 
 
 def readings(value: Any, dtype: torch.dtype) -> Tensor:
-    """Largest absolute value of a constant as it is and as arithmetic in ``dtype`` may round it, in float64."""
+    """Absolute values of a constant as it is and as arithmetic in ``dtype`` may round it, in float64."""
+    return signed_readings(value, dtype).abs()
+
+
+def signed_readings(value: Any, dtype: torch.dtype) -> Tensor:
+    """A constant as it is and as arithmetic in ``dtype`` may round it, in float64."""
     exact = value.detach().cpu().double() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
     if not bool(exact.isfinite().all()):
         raise ValueError("a constant is not finite: the network has no Lipschitz constant")
     rounded = [exact.to(short).double() for short in {dtype, at_least_float32(dtype)}]
-    return torch.stack([exact, *(torch.where(r.isfinite(), r, exact) for r in rounded)]).abs()
+    return torch.stack([exact, *(torch.where(r.isfinite(), r, exact) for r in rounded)])
 
 
 def largest(value: Any, dtype: torch.dtype) -> Tensor:
@@ -208,14 +214,24 @@ def elu(node: Node, given: list[Tensor]) -> Weights:
     return [_spread(node.args["self"], scaled(given[0], max(slopes)))]
 
 
-@_on("softplus", rounding=_function_rounding)
+def _softplus_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+    """As for any function; and the jump, at two points."""
+    jump = _softplus_jump(args.get("beta", 1), args.get("threshold", _SMOOTH_THRESHOLD))
+    return _function_rounding(args, out) + 4 * jump * math.sqrt(out[0].numel())
+
+
+def _softplus_jump(beta: float, threshold: float) -> float:
+    return math.exp(-threshold) / abs(beta) if beta else math.inf
+
+
+@_on("softplus", rounding=_softplus_rounding)
 def softplus(node: Node, given: list[Tensor]) -> Weights:
     """Slopes between 0 and 1, and a jump of ``log(1 + exp(-threshold)) / beta`` at the threshold."""
     beta, threshold = node.args.get("beta", 1), node.args.get("threshold", _SMOOTH_THRESHOLD)
-    if beta == 0 or threshold < _SMOOTH_THRESHOLD:
+    if threshold < _SMOOTH_THRESHOLD or _softplus_jump(beta, threshold) > _LARGEST_JUMP:
         raise NoRuleError(
             f"beta={beta} and threshold={threshold} make it jump where it becomes a line; from "
-            f"threshold={_SMOOTH_THRESHOLD} on that is below rounding, with a beta that is not 0"
+            f"threshold={_SMOOTH_THRESHOLD} on, with a beta of ordinary size, that is below rounding in float32"
         )
     return [_spread(node.args["self"], given[0])]
 
@@ -262,12 +278,12 @@ def add(node: Node, given: list[Tensor]) -> Weights:
         return [_spread(value, scaled(weights, factor))]
     (a, left), (b, right) = terms
     la, lb = (value.labels.expand(weights.shape) for value in (a, b))
-    alpha = node.args.get("alpha", 1)
-    sign = math.copysign(1.0, alpha) * (1.0 if node.op == "add" else -1.0)
+    alphas = signed_readings(node.args.get("alpha", 1), node.dtype) * (1.0 if node.op == "add" else -1.0)
     same = (la.abs() == lb.abs()) & (la != 0)
     both = (la != 0) & (lb != 0) & ~same
     shares = [torch.where(both, share, 1.0) for share in _shares(node, terms)]
-    twice = (left + sign * torch.sign(la * lb) * right).abs()
+    equal, opposite = (float((1 + side * alphas).abs().max()) for side in (1, -1))
+    twice = torch.where(la * lb > 0, equal, opposite)
     on_a = torch.where(same, scaled(weights, twice), scaled(weights * shares[0], left))
     return [(la, on_a), (lb, torch.where(same, 0.0, scaled(weights * shares[1], right)))]
 
@@ -323,8 +339,8 @@ def lerp(node: Node, given: list[Tensor]) -> Weights:
     _constant_only(node, "weight")
     terms = _terms_of_lerp(node)
     shares = _shares(node, terms) if len(terms) > 1 else [1.0]
-    t = torch.as_tensor(node.args["weight"], dtype=torch.float64)
-    factors = {id(node.args["self"]): 1 - t, id(node.args["end"]): t}
+    t = signed_readings(node.args["weight"], node.dtype)
+    factors = {id(node.args["self"]): (1 - t).abs().amax(0), id(node.args["end"]): t.abs().amax(0)}
     return [
         _spread(value, scaled(given[0] * share, factors[id(value)]))
         for (value, _), share in zip(terms, shares, strict=True)
@@ -371,7 +387,10 @@ def ordering(node: Node, given: list[Tensor]) -> Weights:
 @_on("amax amin max min aminmax")
 def reduced_extremum(node: Node, given: list[Tensor]) -> Weights:
     """The largest or smallest along axes changes by no more than all of them."""
-    weights = torch.maximum(*given) if node.op == "aminmax" else _only_first(given)
+    if node.op == "aminmax":  # the ends of one order, or the same number twice
+        alone = node.values[0].labels.numel() == given[0].numel()
+        return _reduced(node, given[0] + given[1] if alone else torch.maximum(*given), lambda w, axes: w)
+    weights = _only_first(given)
     return _reduced(node, weights, lambda w, axes: w)
 
 
@@ -704,7 +723,9 @@ def _folded_norm(operator: LinearOperator, labels: Tensor) -> tuple[Tensor, floa
     if once or operator.groups > 1 or rows * len(one) > _FOLDED_ENTRIES or min(rows, columns) > _FOLDED_SIDE:
         return labels, norm_range(operator, lowest=False)
     for sample in labels[1:]:
-        if not torch.equal(sample.flatten().abs().unique(return_inverse=True)[1], inverse):
+        # All samples must repeat the same positions with the same signs.
+        same = torch.equal(sample.flatten().abs().unique(return_inverse=True)[1], inverse)
+        if not same or not torch.equal(sample.flatten().sign(), one.sign()):
             return labels, norm_range(operator, lowest=False)
     kernel, exponent = normalized(operator.kernel)
     dense = LinearOperator(kernel, operator.dilation, 1, operator.axes).dense()[0] * one.sign()

@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trysquare.layers.base import ParametrizedWeight
 from trysquare.layers.centering import BatchCentering
-from trysquare.linalg.precision import autocast_dtype
+from trysquare.linalg.precision import at_least_float32, autocast_dtype
 from trysquare.operators import misfit
 
 Shape = tuple[int, ...]
@@ -243,6 +243,8 @@ class _NoEscape(TorchFunctionMode):
                 f"{func.__name__}() reads values that depend on the input past torch, where they cannot be followed "
                 f"({user_line()})"
             )
+        if getattr(func, "__name__", "") == "__set__" and any(self.shadow.payload(arg) is not None for arg in args):
+            raise NoRuleError(f"it replaces what a tensor holds ({user_line()}), which cannot be followed; use copy_")
         return func(*args, **(kwargs or {}))
 
 
@@ -270,6 +272,7 @@ class Shadow(TorchDispatchMode):
         self.autocast = autocast_dtype(input_like(model)) is not None
         self._created: dict[int, StorageWeakRef] = {}
         self._written: dict[int, _Memory] = {}
+        self._raw: set[int] = set()  # memory that holds whatever was there before
 
     # What subclasses say.
 
@@ -314,6 +317,12 @@ class Shadow(TorchDispatchMode):
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         base = func._schema.name.split("::")[-1]
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            # Seen whole in inference mode; its parts are what has rules.
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
         written = [] if _nothing_drawn(func, args) else _written_arguments(func, args, kwargs)
         if not any(self.payload(tensor) is not None for tensor in tensors):
             return self._constant(func, args, kwargs, written)
@@ -344,12 +353,14 @@ class Shadow(TorchDispatchMode):
         for tensor in written:
             if not self._is_new(tensor):
                 raise NoRuleError(self._writes_into(tensor))
+            self._raw.discard(_address(tensor))
         self._refuse_chance(func, args)
         result = func(*args, **kwargs)
         known = {_address(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and _has_memory(t)}
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and _has_memory(tensor) and (address := _address(tensor)) not in known:
                 self._created[address] = StorageWeakRef(tensor.untyped_storage())
+                (self._raw.add if "empty" in func._schema.name else self._raw.discard)(address)
         return result
 
     def _refuse_chance(self, func: Any, args: Any) -> None:
@@ -395,26 +406,28 @@ class Shadow(TorchDispatchMode):
         for part in tree_leaves(like):
             if isinstance(part, Tensor) and part.is_floating_point() and given.is_floating_point():
                 self._check_cast(given, part.dtype)
-        if op in MOVES and self._moves(op, args):
+        if op in MOVES and self._moves(op, func, args):
             made = self.move(func, args, kwargs)
         else:
             made = self.compute(op, func, args, kwargs)
         return _paired(lambda payload, meta: Traced(payload, meta.dtype, given.device), made, like)
 
-    def _moves(self, op: str, args: Any) -> bool:
-        """Whether a call moves numbers by constants alone."""
+    def _moves(self, op: str, func: Any, args: Any) -> bool:
+        """Whether a call moves numbers, and by constants alone.
+
+        Raises:
+            NoRuleError: if what it moves depends on the input, or it adds numbers up on the way.
+        """
+        if "reduce" in func._overloadname:
+            raise NoRuleError(f"{op} with reduce=... has no rule ({user_line()})")
         if op == "where":
             return self.payload(args[0]) is None
-        if op == "_to_copy":
-            return True
         indices = args[1:] if op not in ("cat", "stack", "copy", "slice_scatter", "select_scatter") else ()
         for value in tree_leaves(indices):
             if self.payload(value) is not None and not value.is_floating_point():
                 raise NoRuleError(f"an index or mask depends on the input ({op}, {user_line()}): what it selects jumps")
         if op == "index_put" and len(args) > 3 and args[3]:
             raise NoRuleError(f"index_put with accumulate=True has no rule ({user_line()})")
-        if op == "scatter" and any(isinstance(value, str) for value in args):
-            raise NoRuleError(f"scatter with reduce has no rule ({user_line()})")
         return True
 
     def move(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -422,12 +435,25 @@ class Shadow(TorchDispatchMode):
         names = [argument.name for argument in func._schema.arguments]
 
         def moved(name: str, value: Any) -> Any:
+            if name in ("index", "indices", "mask", "condition"):
+                return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, value)
             is_number = name == "value" and not isinstance(value, Tensor)
             return self.number(value) if is_number else self._moved(value)
 
+        if "upsample_nearest" in func._schema.name:
+            return self._picked(func, args, kwargs)
         dropped = ("dtype", "device", "layout", "pin_memory")
         options = {name: moved(name, value) for name, value in kwargs.items() if name not in dropped}
         return func(*map(moved, names, args), **options)
+
+    def _picked(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Nearest neighbours: which ones torch picks depends on the dtype that it computes positions in."""
+        payload = self.payload(args[0])
+        assert payload is not None
+        sizes = payload.shape[2:]
+        positions = torch.arange(sizes.numel(), dtype=at_least_float32(args[0].dtype)).view(1, 1, *sizes)
+        picked = func(positions, *args[1:], **kwargs)
+        return payload.flatten(2)[..., picked.flatten().long()].unflatten(2, picked.shape[2:])
 
     def _moved(self, value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -439,7 +465,7 @@ class Shadow(TorchDispatchMode):
             return payload
         if value.is_complex():  # inside of a leaf
             return value.to("cpu", torch.complex128)
-        return self.lifted(value) if value.is_floating_point() else value.cpu()
+        return self.lifted(value)
 
     def _cast(self, value: Tensor, kwargs: Any) -> Tensor:
         """The same numbers in another dtype or on another device."""
@@ -478,11 +504,11 @@ class Shadow(TorchDispatchMode):
         target = args[0]
         if not isinstance(target, Traced) and not self._is_new(target):
             raise NoRuleError(self._writes_into(target))
-        if op == "copy":
-            source = args[1]
-            if source.is_floating_point() and source.dtype != target.dtype:
+        for source in tree_leaves((args[1:], kwargs)):
+            if self.payload(source) is not None and source.is_floating_point() and source.dtype != target.dtype:
                 self._check_cast(source, target.dtype)
-            made = self._moved(source)
+        if op == "copy":
+            made = self._moved(args[1])
         elif op in ("fill", "zero"):
             value = args[1] if op == "fill" else 0.0
             made = self._moved(value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64))
@@ -495,7 +521,7 @@ class Shadow(TorchDispatchMode):
             if functional is None:
                 raise NoRuleError(f"{func} has no rule ({user_line()})")
             self._shapes(func, args, kwargs)
-            moves = op in MOVES and self._moves(op, args)
+            moves = op in MOVES and self._moves(op, func, args)
             made = self.move(functional, args, kwargs) if moves else self.compute(op, functional, args, kwargs)
         self._place(target).copy_(made)
         return target
@@ -508,6 +534,8 @@ class Shadow(TorchDispatchMode):
         whole = torch.empty(0, dtype=target.dtype, device=target.device).set_(storage)  # type: ignore[call-overload]
         payload = self._moved(whole)
         payload = payload.clone() if payload.data_ptr() == whole.data_ptr() else payload
+        if _address(target) in self._raw and payload.is_floating_point():
+            payload.fill_(float("nan"))
         self._written[_address(target)] = memory = _Memory(payload, whole)
         if whole.is_floating_point():
             whole.fill_(float("nan"))  # nobody may compute with what is no longer true
@@ -663,9 +691,11 @@ def run(shadow: Shadow, args: Any, kwargs: Any) -> Any:
         except Exception as error:
             name, module, _ = shadow.path[-1] if shadow.path else Frame("model", shadow.model, 0)
             shapes = ", ".join(map(str, shadow.given))
+            wrong = misfit(module, shadow.given)
+            how = f"does not accept an input of shape {shapes} (without the batch): {wrong}"
             raise ValueError(
-                f"{class_name(module)} at {name!r} does not accept an input of shape {shapes} (without the batch): "
-                f"{misfit(module, shadow.given) or error}"
+                f"{class_name(module)} at {name!r} "
+                + (how if wrong else f"fails on an input of shape {shapes} (without the batch): {error!r}")
             ) from error
 
 
@@ -727,11 +757,18 @@ class Tracer(Shadow):
         kwargs = {name: made(shape) for name, shape in shapes.items()} if isinstance(shapes, dict) else {}
         self.inputs_end = self._next
 
-        def value(leaf: Any) -> Any:
-            return leaf if (payload := self.payload(leaf)) is None else Value(payload.clone())
-
         result = run(self, args, kwargs)
-        return Graph(self.nodes, inputs, tree_map(value, _plain_structure(result)), tokens, self.modules)
+        return Graph(self.nodes, inputs, tree_map(self._value, _plain_structure(result)), tokens, self.modules)
+
+    def _value(self, leaf: Any) -> Any:
+        """A tensor that depends on the input as it is now; everything else as it is."""
+        if (payload := self.payload(leaf)) is None:
+            return leaf
+        if bool(payload.isnan().any()):
+            raise NoRuleError(
+                f"it uses memory that nothing was written into ({user_line()}): it is not a fixed function"
+            )
+        return Value(payload.clone())
 
     def lifted(self, constant: Tensor) -> Tensor:
         """Constants have the label 0."""
@@ -779,9 +816,6 @@ class Tracer(Shadow):
         names = [argument.name for argument in func._schema.arguments]
         bound = dict(zip(names, args, strict=False)) | kwargs
 
-        def value(leaf: Any) -> Any:
-            return leaf if (payload := self.payload(leaf)) is None else Value(payload.clone())
-
         depending = [leaf for leaf in tree_leaves(list(bound.values())) if self.payload(leaf) is not None]
         jumping = any(not leaf.is_floating_point() for leaf in depending)
         if jumping and not self.inside and op not in ("embedding", "where"):
@@ -790,7 +824,7 @@ class Tracer(Shadow):
                 "a Lipschitz constant only as what an embedding takes"
             )
         like = self._shapes(func, args, kwargs)
-        node = self._node(op, {name: tree_map(value, given) for name, given in bound.items()}, like)
+        node = self._node(op, {name: tree_map(self._value, given) for name, given in bound.items()}, like)
         return _paired(lambda part, _: part, self._payloads(node), like)
 
     def _node(self, op: str, args: dict[str, Any], like: Any) -> Node:
@@ -911,7 +945,7 @@ class Evaluator(Shadow):
     def lifted(self, constant: Tensor) -> Tensor:
         """A constant in float64, which is kept if it is a parameter."""
         if not isinstance(constant, nn.Parameter):
-            return constant.detach().to("cpu", torch.float64)
+            return constant.detach().to("cpu", torch.float64 if constant.dtype != torch.bool else torch.bool)
         key = id(constant), constant._version
         if key not in self.kept:
             self.kept[key] = constant, constant.detach().to("cpu", torch.float64)

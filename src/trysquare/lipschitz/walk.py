@@ -141,6 +141,7 @@ class Walk:
                 start, shape, number, k = self._blocks[at]
                 end = start + math.prod(shape)
                 here = (names >= start) & (names < end)
+                assert bool(here.any()), "a label that is no variable"
                 everything = bool(here.all())
                 mine = names if everything else names[here]
                 if number not in waiting:
@@ -210,7 +211,8 @@ def _as_extremum(node: Node, comparisons: dict[int, Node]) -> Node:
     compared = comparisons.get(int(condition.labels.min())) if condition.labels.numel() else None
     if compared is None or condition.labels.shape != compared.outputs[0][1]:
         return node
-    if float(condition.labels.max()) != compared.start + condition.labels.numel() - 1:
+    whole = torch.arange(condition.labels.numel(), dtype=torch.float64).view(condition.labels.shape) + compared.start
+    if not torch.equal(condition.labels, whole):
         return node
     x, y, shape = compared.args["self"], compared.args["other"], node.outputs[0][1]
     larger = compared.op in ("gt", "ge")
