@@ -4,7 +4,7 @@ What is proved. Let ``f`` be the function that the model's calls and weights def
 image that it sees (pixels before any scaling in front of the network, rounded to the model's dtype). No ``x'`` with
 ``|x' - x|`` below the radius of ``x`` is given another class by ``f``. The Lipschitz constants come from
 ``trysquare.lipschitz``, the margins from an evaluation of the same calls in float64, less a bound on the rounding
-errors of that evaluation (``trysquare.lipschitz.ExactEvaluation``).
+errors of that evaluation (``trysquare.lipschitz.exact``).
 
 What is measured, not proved. The model as it runs has rounding errors of its dtype, at ``x`` and at ``x'``. How far its
 margins are from those in float64 is measured on some of the images and on noisy copies of them, and reported beside the
@@ -346,7 +346,7 @@ def certify(
             given = prepared(model, images, shape)
             if found is None or exact is None:
                 found = analyse(model, shape)
-                exact = ExactEvaluation(model, found)
+                exact = ExactEvaluation(model, found.graph, found.gains)
             values, rounding = _in_float64(exact, given)
             precision = max(torch.finfo(dtype).eps for dtype in (given.dtype, autocast_dtype(given) or given.dtype))
             logits.append(values)

@@ -13,12 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from trysquare.linalg.precision import autocast_dtype
 from trysquare.lipschitz import ours as ours  # registers the rules of our blocks
+from trysquare.lipschitz.exact import ExactEvaluation
 from trysquare.lipschitz.leaves import is_leaf, rule
 from trysquare.lipschitz.lower import lipschitz_lower_bound
-from trysquare.lipschitz.rules import RULES
 from trysquare.lipschitz.trace import (
     BATCH,
-    Evaluator,
     Graph,
     Node,
     NoRuleError,
@@ -237,7 +236,7 @@ def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> No
         NoRuleError: if not.
     """
     inputs = random_inputs(found.graph, shapes, like, _OTHER_BATCH)
-    followed, error = ExactEvaluation(model, found, same_constants=True)(inputs)
+    followed, error = ExactEvaluation(model, found.graph, found.gains, same_constants=True)(inputs)
     short = max((like.dtype, autocast_dtype(like) or like.dtype), key=lambda dtype: torch.finfo(dtype).eps)
     rounding = error * torch.finfo(short).eps / torch.finfo(torch.float64).eps
 
@@ -270,30 +269,6 @@ def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> No
     _refuse_difference(plain, [t.flip(0) if t.ndim else t for t in flipped], short, rounding, depends)
 
 
-def _check_constants(node: Node, args: dict[str, Any]) -> None:
-    for name, value in args.items():
-        if node.op != "leaf" and name != "noise" and not _same_constant(node.args.get(name), value):
-            raise NoRuleError(
-                f"{node.where()}: its constant {name!r} is not the same at every pass, or depends on the size of the "
-                "batch: it is not a fixed function"
-            )
-
-
-def _same_constant(traced: Any, seen: Any) -> bool:
-    """Whether an argument that does not depend on the input is the same for a batch of another size."""
-    if isinstance(traced, Value) or traced is None or isinstance(seen, str | torch.dtype | torch.device):
-        return True
-    if isinstance(traced, Tensor) and isinstance(seen, Tensor):
-        if traced.ndim and traced.shape != seen.shape and traced.shape[1:] == seen.shape[1:]:
-            traced, seen = traced[:1], seen[:1]
-        wide = torch.complex128 if traced.is_complex() else torch.float64
-        one, two = traced.detach().to("cpu", wide), seen.to("cpu", wide)
-        return one.shape == two.shape and torch.equal(one.nan_to_num(), two.nan_to_num())
-    if isinstance(traced, list | tuple) and isinstance(seen, list | tuple):
-        return len(traced) == len(seen) and all(map(_same_constant, traced, seen))
-    return isinstance(traced, Tensor) or isinstance(seen, Tensor) or traced == seen
-
-
 def _refuse_difference(
     found: list[Tensor], expected: list[Tensor], dtype: torch.dtype, rounding: float, reason: str
 ) -> None:
@@ -319,74 +294,3 @@ def _refuse_difference(
         same = same and torch.allclose(a, b, rtol=0, atol=tolerance, equal_nan=True)
     if not same:
         raise NoRuleError(reason)
-
-
-def all_calls(nodes: list[Node]) -> list[Node]:
-    """The calls of a graph in the order in which they end: a leaf after what it computes inside."""
-    calls = [node for node in nodes if not node.moves]
-    return [call for node in calls for call in (*all_calls(node.inner), node)]
-
-
-# What a leaf that is not made of calls with rules may be off by in float64, relative to its input and output: assumed.
-_LEAF_ERROR = 1e-12
-
-
-class ExactEvaluation:
-    """Evaluates a network in float64, and bounds the rounding error of that.
-
-    If ``ṽ`` are the results of a call in float64 for the arguments that it really got, and ``δ`` their distance from
-    the exact results for the same arguments, then the network's results are off by at most the sum over all calls of
-    ``gain · |δ|``: replace the calls by exact ones, from the last to the first. The gains are those of the analysis,
-    the distances the standard bounds of each kind of call, with the norms of this batch.
-
-    Args:
-        model: the network.
-        found: what is known about it.
-        same_constants: whether to refuse calls whose constants are others than they were in the trace.
-    """
-
-    def __init__(self, model: nn.Module, found: Analysis, *, same_constants: bool = False) -> None:
-        self.model, self.found, self.same_constants = model, found, same_constants
-        self.calls = all_calls(found.graph.nodes)
-        self.dtype = input_like(model).dtype
-        self.kept: dict[Any, Any] = {}
-        self.dtypes: dict[Any, Any] = {}
-
-    def __call__(self, inputs: Tensor) -> tuple[Any, float]:
-        """Results of a batch in float64, and how far they are from the exact ones at most (l2, all together).
-
-        Raises:
-            NoRuleError: if the model makes other calls than it was analysed for.
-        """
-        left = iter(self.calls)
-        error = 0.0
-
-        def observe(op: str, args: dict[str, Any], out: list[Tensor]) -> None:
-            nonlocal error
-            node = next(left, None)
-            if node is None or node.op != op:
-                raise NoRuleError(
-                    f"{class_name(self.model)} makes other calls for this batch than for one of {BATCH}: it does not "
-                    "treat the samples one by one"
-                )
-            if self.same_constants:
-                _check_constants(node, args)
-            error += self._contribution(node, args, out)
-
-        evaluator = Evaluator(self.model, self.dtype, is_leaf, observe)
-        evaluator.kept, evaluator.dtypes = self.kept, self.dtypes
-        result = evaluator.evaluate(inputs)
-        return result, error * (1 + 1e-9)
-
-    def _contribution(self, node: Node, args: dict[str, Any], out: list[Tensor]) -> float:
-        gain = self.found.gains.get(id(node), 0.0)
-        if not gain:
-            return 0.0
-        if node.op == "leaf":
-            if any(id(inner) in self.found.gains for inner in node.inner):
-                return 0.0
-            size = sum(c * float(part.norm()) for c, part in zip(node.constants or [], args.values(), strict=False))
-            local = _LEAF_ERROR * (float(out[0].norm()) + size)
-        else:  # what has no rule of its own is a comparison, or a choice by one: these are exact
-            local = RULES[node.op].rounding(args, out) if node.op in RULES else 0.0
-        return gain * local if local else 0.0

@@ -251,7 +251,7 @@ class _NoEscape(TorchFunctionMode):
 class Shadow(TorchDispatchMode):
     """Runs a model with a payload in the place of every value that depends on its input.
 
-    Subclasses say what the payload is: labels (``Tracer``) or numbers in float64 (``Evaluator``).
+    Subclasses say what the payload is: labels (``Tracer``), or numbers in float64 (``trysquare.lipschitz.exact``).
 
     Args:
         dtype: of the model's input: what is coarser would be a cast that jumps.
@@ -563,8 +563,6 @@ class Shadow(TorchDispatchMode):
 
 
 _DISABLED = Tensor.__torch_dispatch__
-# Calls that return as many tensors as sizes say.
-_VARIABLE = frozenset(f"aten::{name}" for name in ("split", "split_with_sizes", "unbind", "unsafe_split"))
 
 
 def _same_place(tensor: Tensor, size: Any, stride: Any, offset: Any = None) -> bool:
@@ -758,7 +756,7 @@ class Tracer(Shadow):
         self.inputs_end = self._next
 
         result = run(self, args, kwargs)
-        return Graph(self.nodes, inputs, tree_map(self._value, _plain_structure(result)), tokens, self.modules)
+        return Graph(self.nodes, inputs, tree_map(self._value, plain_structure(result)), tokens, self.modules)
 
     def _value(self, leaf: Any) -> Any:
         """A tensor that depends on the input as it is now; everything else as it is."""
@@ -888,116 +886,19 @@ class Tracer(Shadow):
         return Traced(self._payloads(node), result.dtype, result.device)
 
 
-def _plain_structure(result: Any) -> Any:
+def plain_structure(result: Any) -> Any:
     """Named tuples, data classes and the like of a model as dictionaries and lists that ``tree_map`` knows."""
     if isinstance(result, Tensor) or result is None:
         return result
     if isinstance(result, dict) or hasattr(result, "items"):
-        return {str(name): _plain_structure(part) for name, part in result.items()}
+        return {str(name): plain_structure(part) for name, part in result.items()}
     if isinstance(result, list | tuple):
-        return [_plain_structure(part) for part in result]
+        return [plain_structure(part) for part in result]
     if hasattr(result, "__dataclass_fields__"):
-        return {name: _plain_structure(getattr(result, name)) for name in result.__dataclass_fields__}
+        return {name: plain_structure(getattr(result, name)) for name in result.__dataclass_fields__}
     if isinstance(result, int | float | bool | str):
         return result
     raise NoRuleError(f"the model returns a {type(result).__name__}, in which tensors cannot be found; return tensors")
-
-
-class Evaluator(Shadow):
-    """Evaluates a model in float64, whatever its dtype: the payload is numbers.
-
-    Weights are those that the model uses, rounded as it rounds them; values are not rounded to anything but float64.
-
-    Args:
-        model: what to evaluate.
-        dtype: of its inputs.
-        is_leaf: as for the ``Tracer``.
-        observe: gets each call that computes, and each leaf after what it computes inside, as the ``Tracer`` sees
-            them: name, arguments and results in float64.
-    """
-
-    def __init__(
-        self, model: nn.Module, dtype: torch.dtype, is_leaf: Callable[[nn.Module], bool],
-        observe: Callable[[str, dict[str, Any], list[Tensor]], None],
-    ) -> None:  # fmt: skip
-        super().__init__(model, dtype)
-        self.is_leaf, self.observe = is_leaf, observe
-        self.kept: dict[Any, tuple[Tensor, Tensor]] = {}  # parameters in float64
-        self.dtypes: dict[Any, Any] = {}  # of what calls return
-
-    def evaluate(self, inputs: Any) -> Any:
-        """What the model returns for one input tensor, a list or a dictionary of them, in float64."""
-
-        def made(tensor: Tensor) -> Traced:
-            values = tensor.detach().cpu()
-            values = values.to(torch.float64, copy=True) if values.is_floating_point() else values.clone()
-            return Traced(values.contiguous(), tensor.dtype, tensor.device)
-
-        named = isinstance(inputs, dict)
-        args = [] if named else [made(tensor) for tensor in ([inputs] if isinstance(inputs, Tensor) else inputs)]
-        kwargs = {name: made(tensor) for name, tensor in inputs.items()} if named else {}
-
-        def value(leaf: Any) -> Any:
-            return leaf if (payload := self.payload(leaf)) is None else payload
-
-        return tree_map(value, _plain_structure(run(self, args, kwargs)))
-
-    def lifted(self, constant: Tensor) -> Tensor:
-        """A constant in float64, which is kept if it is a parameter."""
-        if not isinstance(constant, nn.Parameter):
-            return constant.detach().to("cpu", torch.float64 if constant.dtype != torch.bool else torch.bool)
-        key = id(constant), constant._version
-        if key not in self.kept:
-            self.kept[key] = constant, constant.detach().to("cpu", torch.float64)
-        return self.kept[key][1]
-
-    def number(self, value: Any) -> Any:
-        """The number itself."""
-        return value
-
-    def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Call a module, and observe it if it is a leaf."""
-        inputs = [self.payload(arg) for arg in args]
-        leaf = not kwargs and args and all(part is not None for part in inputs) and self.is_leaf(module)
-        self.inside += bool(leaf)
-        result = super().call_module(module, args, kwargs)
-        self.inside -= bool(leaf)
-        if leaf and (made := self.payload(result)) is not None:
-            self.observe("leaf", {str(i): part for i, part in enumerate(inputs)}, [made])
-        return result
-
-    def _check_cast(self, value: Tensor, dtype: torch.dtype) -> None:
-        """The trace has seen all casts."""
-
-    def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a call returns: asked for once, since only dtypes are of interest, which depend on dtypes alone."""
-        kinds = tuple((t.dtype, t.ndim == 0) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
-        key = func, kinds, kwargs.get("dtype"), len(args[0]) if isinstance(args[0], list | tuple) else 0
-        if func._schema.name in _VARIABLE:
-            return super()._shapes(func, args, kwargs)
-        if key not in self.dtypes:
-            self.dtypes[key] = super()._shapes(func, args, kwargs)
-        return self.dtypes[key]
-
-    def compute(self, op: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute in float64."""
-
-        def longer(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return self._moved(value)
-            return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
-
-        exact, options = tree_map(longer, tuple(args)), tree_map(longer, kwargs)
-        if op == "convolution" and exact[0].ndim == 4 and exact[0].shape[1] >= 16:
-            # Twice as fast in float64 on a processor, where torch unfolds the input.
-            exact = (exact[0].contiguous(memory_format=torch.channels_last), *exact[1:])
-        result = func(*exact, **options)
-        if op == "convolution":
-            result = result.contiguous()  # as the labels are: what torch calls next may depend on it
-        names = [argument.name for argument in func._schema.arguments]
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.observe(op, dict(zip(names, exact, strict=False)) | options, tensors)
-        return result
 
 
 def input_like(model: nn.Module) -> Tensor:
