@@ -63,6 +63,33 @@ def _later_write(v, c):
     return z + v
 
 
+def _block(dice):
+    """``x - f Wᵀ σ(W x + b)`` of the last axis, or of maps, right and nearly right."""
+    seed, f, spoiled = dice.randrange(1 << 30), dice.choice([-2.0, 0.5, 1.0, 2.0, 3.0]), dice.random() < 0.4
+    act = dice.choice([torch.relu, torch.tanh, torch.sigmoid, F.softplus, lambda v: F.leaky_relu(v, 0.3)])
+    mode, left, hidden = dice.choice(["constant", "circular"]), dice.randint(0, 2), dice.randint(1, 4)
+
+    def block(v):
+        if v.ndim == 3:
+            w = (
+                torch.empty(hidden, v.shape[1], 3, dtype=v.dtype).copy_(
+                    _TABLE[: hidden * v.shape[1] * 3].view(hidden, -1, 3)
+                )
+                / 3
+            )
+            h = act(F.conv1d(F.pad(v, (left, 2 - left), mode=mode), w))
+            back = F.conv_transpose1d(F.pad(h, (2, 2), mode=mode), w)[..., 2 + left + spoiled :][..., : v.shape[-1]]
+            return v - f * back
+        w = _TABLE[seed % 500 : seed % 500 + hidden * v.shape[-1]].view(hidden, -1).to(v.dtype) / 2
+        back = F.linear(act(F.linear(v, w)), w.mT * (1.5 if spoiled else 1))
+        return v - f * back
+
+    return block
+
+
+_TABLE = torch.randn(2000, generator=torch.Generator().manual_seed(0))
+
+
 # From one value ``v``, with a number ``c`` and dice for whatever else is drawn: each returns a function of a value.
 ONE = {
     "relu": lambda c, d: torch.relu, "relu_": lambda c, d: F.relu_, "abs": lambda c, d: torch.abs,
@@ -125,6 +152,11 @@ ONE = {
     "matmul": lambda c, d: lambda v, m=_matrix(d, 99, 3): v @ m[: v.shape[-1]].to(v.dtype),
     "left matmul": lambda c, d: lambda v, m=_matrix(d, 3, 99): m[:, : v.shape[-2]].to(v.dtype) @ v if v.ndim > 2 else v,
     "einsum": lambda c, d: lambda v, m=_matrix(d, 99, 2): torch.einsum("bc...,cd->bd...", v, m[: v.shape[1]].to(v.dtype)),
+    "block": lambda c, d: _block(d), "two sides": lambda c, d: lambda v: torch.cat([v.relu(), (-v).relu()], 1),
+    "root": lambda c, d: lambda v: (v.pow(2).sum(1, keepdim=True) + abs(c)).sqrt(), "root of halves": lambda c, d: lambda v: (0.5 * v**2 + abs(c) * v.flip(1) ** 2) ** 0.5,
+    "norm pool": lambda c, d: lambda v: F.lp_pool1d(v, 2, 2) if v.ndim == 3 else F.lp_pool2d(v, 2, 2, 1), "hypot": lambda c, d: lambda v: torch.hypot(v, c * v.flip(1)),
+    "wrong root": lambda c, d: lambda v: (v.pow(2) * torch.linspace(c, 1, v.shape[-1], dtype=v.dtype)).sum(1, keepdim=True).abs().sqrt(),
+    "min and max": lambda c, d: lambda v: torch.cat([v.min(1, keepdim=True)[0], v.max(1, keepdim=True)[0]], 1),
     "lerp": lambda c, d: lambda v: torch.lerp(v, v.flip(1), c), "aminmax": lambda c, d: lambda v: torch.cat([v.amin(1, True), v.amax(1, True)], 1),
     "vmap": lambda c, d: torch.vmap(lambda row: row * 2), "batch write": lambda c, d: lambda v: v.index_put((torch.tensor([0]),), v[:1] * c),
 }  # fmt: skip
@@ -158,6 +190,7 @@ def _modules(shape, dice):
     if len(shape) == 2:
         made += [lambda: nn.BatchNorm1d(channels), lambda: ts.SLLLinear(channels), lambda: ts.SandwichLinear(channels, out),
                  lambda: ts.ConvexResidual(nn.Linear(channels, channels)), lambda: ts.L2Residual(ts.OrthoLinear(channels, channels)),
+                 lambda: ts.to_torch(ts.SLLLinear(channels)), lambda: ts.to_torch(ts.SandwichLinear(channels, out)), lambda: nn.Sequential(nn.Linear(channels, out), nn.ReLU(), nn.Linear(out, 3)),
                  lambda: ts.GroupSort(2), lambda: ts.Householder(channels), lambda: ts.CPLLinear(channels)]  # fmt: skip
     if len(shape) in (3, 4):
         dims = len(shape) - 2
@@ -173,7 +206,10 @@ def _modules(shape, dice):
                  lambda: (nn.BatchNorm1d if dims == 1 else nn.BatchNorm2d)(channels), lambda: nn.Sequential(nn.ReflectionPad1d(1) if dims == 1 else nn.CircularPad2d(1), conv(channels, out, k)),
                  lambda: ts.LearnableResidual(ours(channels, channels, k)), lambda: ts.ConcatResidual(ours(channels // 2, channels // 2, k)),
                  lambda: ts.GlobalL2NormPool(), lambda: (ts.SLLBlock1d if dims == 1 else ts.SLLBlock2d)(channels),
-                 lambda: ts.to_torch((ts.SLLBlock1d if dims == 1 else ts.SLLBlock2d)(channels)),
+                 lambda: ts.to_torch((ts.SLLBlock1d if dims == 1 else ts.SLLBlock2d)(channels, padding_mode=dice.choice(["zeros", "circular"]))),
+                 lambda: ts.to_torch((ts.SLLAOCBlock1d if dims == 1 else ts.SLLAOCBlock2d)(channels, out, 3, s, padding_mode=dice.choice(["zeros", "circular"]))),
+                 lambda: ts.to_torch((ts.SandwichAOCConv1d if dims == 1 else ts.SandwichAOCConv2d)(channels, out, 2, s)),
+                 lambda: ts.to_torch((ts.SLLAOCBlockTranspose1d if dims == 1 else ts.SLLAOCBlockTranspose2d)(channels, out, 3, s)),
                  lambda: (ts.L2NormPool1d if dims == 1 else ts.L2NormPool2d)(2, 1), lambda: (ts.SandwichAOCConv1d if dims == 1 else ts.SandwichAOCConv2d)(channels, channels),
                  lambda: (ts.FourierOrthoConv1d if dims == 1 else ts.FourierOrthoConv2d)(channels, out, k)]  # fmt: skip
     return dice.choice(made)()

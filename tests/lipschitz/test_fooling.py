@@ -385,6 +385,42 @@ def test_tensor_subclasses_compute_what_they_compute():
         bound(lambda m, x: x @ own, (4,))
 
 
+def test_operators_of_others_are_not_torchs_of_the_same_name():
+    """A function of somebody's library may be called ``relu``, and do anything."""
+    with torch.library._scoped_library("tests_fooling", "FRAGMENT") as library:
+        for name in ("relu", "clone", "add_"):
+            library.define(f"{name}(Tensor{'(a!)' if name.endswith('_') else ''} x) -> Tensor")
+            library.impl(name, lambda x: 10 * x, "CompositeExplicitAutograd")
+            called = getattr(torch.ops.tests_fooling, name)
+            with pytest.raises(NoRuleError):
+                bound(lambda m, x, called=called: called(x), (4,))
+
+
+def test_every_place_in_the_batch_counts():
+    def first_is_small(m, x):
+        return torch.cat([0.1 * x[:1], x[1:]]) if len(x) == 2 else x
+
+    assert bound(first_is_small, (4,)) >= 1
+    # Jumps of softplus do not hide it, nor do the rounding errors that float32 would have.
+    with pytest.raises(NoRuleError, match="place"):
+        bound(lambda m, x: F.softplus(torch.cat([-0.5 * x[:1], x[1:]])), (4,))
+
+
+def test_rounding_of_the_smallest_and_largest_numbers():
+    """Squares and products of these vanish or overflow, and their rounding errors must not."""
+    matrix = torch.randn(3, 4, dtype=torch.float64)
+    for small, large in ((1e-170, 1e170), (1e-200, 1e200), (1e160, 1e-160), (1e-300, 1e300)):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
+        model[0].weight.data, model[0].bias.data = (
+            small * torch.eye(4).double(),
+            torch.full((4,), 1e13 * small).double(),
+        )
+        model[1].weight.data, model[1].bias.data = large * matrix, -1e13 * matrix.sum(1)
+        images = torch.randn(20, 4, dtype=torch.float64)
+        radii = ts.certify(model, (images, (images @ matrix.T).argmax(1))).radii
+        assert (radii == 0).all() or ts.certify(model, (images, (images @ matrix.T).argmax(1))).rounding > 1e-3
+
+
 def test_a_disproved_bound_is_an_error_of_the_audit():
     class Wrong(nn.Module):
         def forward(self, x):

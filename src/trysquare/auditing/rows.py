@@ -48,6 +48,7 @@ class _Step:
         constant: its own bound: that of its result over the largest of its inputs'.
         bound: of everything up to and including it.
         depth: how many blocks of ours it is inside of.
+        in_block: whether it is a part of calls that are bounded as a whole.
     """
 
     name: str
@@ -59,6 +60,7 @@ class _Step:
     constant: float
     bound: float
     depth: int
+    in_block: bool
 
 
 def steps_of(found: Analysis) -> Iterator[_Step]:
@@ -114,7 +116,8 @@ def _step(
     largest = max((b for b in inputs if 0 < b < math.inf), default=1.0)
     shapes = tuple(values[0].labels.shape[1:]), tuple(shape[1:])
     up = found.walk.rounded_up
-    return _Step(name, module, kind, nodes, *shapes, up(bound / largest), up(bound), depth)
+    in_block = any(id(node) in found.walk.in_blocks or node.op == "block" for node in nodes)
+    return _Step(name, module, kind, nodes, *shapes, up(bound / largest), up(bound), depth, in_block)
 
 
 def _path(node: Node) -> tuple[Frame, ...]:
@@ -231,6 +234,8 @@ def _why_ours(step: _Step) -> str:
 def _linear_row(step: _Step, layer: nn.Module, spectra: bool) -> LayerAudit:
     operator = read_layer(layer, step.input_shape)
     found = _extremes(layer, step, operator)
+    if step.constant < found.largest:  # the last layer of a block, which is bounded as a whole
+        step = replace(step, constant=norm_range(operator, lowest=False).high)
     verdict = _verdict(found.smallest, found.largest, step.constant)
     said = [*_linear_remarks(step, operator, found.largest), found.remark]
     kept = found.values.tolist() if spectra and found.values is not None else None
@@ -294,6 +299,8 @@ def _linear_remarks(step: _Step, operator: LinearOperator, largest: float) -> li
     bound = step.constant
     if bound <= 1 + TOLERANCE:
         return []
+    if step.in_block:
+        return ["a part of a block that is bounded as a whole: what counts is the bound so far behind that"]
     if isinstance(step.module, ParametrizedWeight) and parametrize.is_parametrized(step.module, "weight"):
         return [_why_ours(step)]
     said = list(dict.fromkeys(remark for axis in operator.axes if (remark := _padding_remark(axis))))

@@ -162,14 +162,18 @@ def analyse(model: nn.Module, input_shape: InputShape, *, compare: bool = True) 
                 f"{class_name(model)} moves or mixes the samples of a batch: it returns {tuple(labels.shape)} for a "
                 f"batch of {BATCH}"
             )
-    first = [torch.cat([torch.ones_like(labels[:1]), torch.zeros_like(labels[1:])]) for labels in graph.outputs]
-    weights, gains = walk.back(graph.outputs, first)
-    if any(bool((w[1:] > 0).any()) for w in weights):
-        raise NoRuleError(
-            f"{class_name(model)} mixes the samples of a batch: what it returns for one depends on the others"
-        )
-    whole = math.sqrt(max(float(w[0].max()) for w in weights))
-    bound = walk.rounded_up(min(whole, walk.bound(graph.outputs)))
+    bounds, gains = [], dict[int, float]()
+    for sample in range(BATCH):
+        alone = torch.arange(BATCH) == sample
+        chosen = [alone.double().view(-1, *(1,) * (labels.ndim - 1)).expand(labels.shape) for labels in graph.outputs]
+        weights, seen = walk.back(graph.outputs, chosen)
+        if any(bool((w[~alone] > 0).any()) for w in weights):
+            raise NoRuleError(
+                f"{class_name(model)} mixes the samples of a batch: what it returns for one depends on the others"
+            )
+        bounds.append(math.sqrt(max(float(w[alone].max()) for w in weights)))
+        gains = {call: max(gain, gains.get(call, 0.0)) for call, gain in seen.items()}
+    bound = walk.rounded_up(min(max(bounds), walk.bound(graph.outputs)))
     found = Analysis(bound, graph, walk, gains)
     if compare:
         with unchanged(model):
@@ -236,9 +240,10 @@ def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> No
         NoRuleError: if not.
     """
     inputs = random_inputs(found.graph, shapes, like, _OTHER_BATCH)
-    followed, error = ExactEvaluation(model, found.graph, found.gains, same_constants=True)(inputs)
+    exact_model = ExactEvaluation(model, found.graph, found.gains, same_constants=True)
+    followed, error = exact_model(inputs)
     short = max((like.dtype, autocast_dtype(like) or like.dtype), key=lambda dtype: torch.finfo(dtype).eps)
-    rounding = error * torch.finfo(short).eps / torch.finfo(torch.float64).eps
+    rounding = (error - exact_model.jumps) * torch.finfo(short).eps / torch.finfo(torch.float64).eps + exact_model.jumps
 
     def called(values: Any) -> list[Tensor]:
         # The model may write into its inputs.

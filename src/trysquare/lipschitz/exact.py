@@ -6,12 +6,13 @@ float64. So the calls are those of the trace, one by one, and their gains say wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from trysquare.lipschitz.leaves import is_leaf
 from trysquare.lipschitz.rules import RULES
@@ -25,6 +26,8 @@ from trysquare.lipschitz.trace import (
     Value,
     class_name,
     input_like,
+    leaves_of,
+    mapped,
     plain_structure,
     run,
 )
@@ -101,7 +104,7 @@ class Evaluator(Shadow):
 
     def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What a call returns: asked for once, since only dtypes are of interest, which depend on dtypes alone."""
-        kinds = tuple((t.dtype, t.ndim == 0) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+        kinds = tuple((t.dtype, t.ndim == 0) for t in leaves_of(args, kwargs) if isinstance(t, Tensor))
         key = func, kinds, kwargs.get("dtype"), len(args[0]) if isinstance(args[0], list | tuple) else 0
         if func._schema.name in _VARIABLE:
             return super()._shapes(func, args, kwargs)
@@ -117,15 +120,15 @@ class Evaluator(Shadow):
                 return self._moved(value)
             return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
-        exact, options = tree_map(longer, tuple(args)), tree_map(longer, kwargs)
-        if op == "convolution" and exact[0].ndim == 4 and exact[0].shape[1] >= 16:
+        exact, options = mapped(longer, tuple(args)), mapped(longer, kwargs)
+        if op == "convolution" and exact[0].ndim == 4 and exact[0].shape[1] >= 32:
             # Twice as fast in float64 on a processor, where torch unfolds the input.
             exact = (exact[0].contiguous(memory_format=torch.channels_last), *exact[1:])
         result = func(*exact, **options)
         if op == "convolution":
             result = result.contiguous()  # as the labels are: what torch calls next may depend on it
         names = [argument.name for argument in func._schema.arguments]
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
         self.observe(op, dict(zip(names, exact, strict=False)) | options, tensors)
         return result
 
@@ -162,6 +165,10 @@ def all_calls(nodes: list[Node]) -> list[Node]:
 
 # What a leaf that is not made of calls with rules may be off by in float64, relative to its input and output: assumed.
 _LEAF_ERROR = 1e-12
+# Calls that have a rule only as a part of another.
+_ROOTS = {"sqrt": "root", "pow": "root"}
+# Products below 2^-1022 lose their digits; a result is a sum of at most 2^22 of them.
+_UNDERFLOW = 2.0**-1000
 
 
 class ExactEvaluation:
@@ -187,6 +194,7 @@ class ExactEvaluation:
         self.dtype = input_like(model).dtype
         self.kept: dict[Any, Any] = {}
         self.dtypes: dict[Any, Any] = {}
+        self.jumps = 0.0  # of the error of the last batch, what jumps of functions add
 
     def __call__(self, inputs: Tensor) -> tuple[Any, float]:
         """Results of a batch in float64, and how far they are from the exact ones at most (l2, all together).
@@ -195,7 +203,7 @@ class ExactEvaluation:
             NoRuleError: if the model makes other calls than it was analysed for.
         """
         left = iter(self.calls)
-        error = 0.0
+        error, self.jumps = 0.0, 0.0
 
         def observe(op: str, args: dict[str, Any], out: list[Tensor]) -> None:
             nonlocal error
@@ -215,6 +223,7 @@ class ExactEvaluation:
         return result, error * (1 + 1e-9)
 
     def _contribution(self, node: Node, args: dict[str, Any], out: list[Tensor]) -> float:
+        """What the rounding of one call adds to the error of the results: infinite where that is not known."""
         gain = self.gains.get(id(node), 0.0)
         if not gain:
             return 0.0
@@ -223,6 +232,12 @@ class ExactEvaluation:
                 return 0.0
             size = sum(c * float(part.norm()) for c, part in zip(node.constants or [], args.values(), strict=False))
             local = _LEAF_ERROR * (float(out[0].norm()) + size)
+        elif (rule := RULES.get(_ROOTS.get(node.op, node.op))) is not None and rule.rounding is not None:
+            local = rule.rounding(args, out)
+            if rule.jumps is not None:
+                jump = rule.jumps(args, out)
+                local, self.jumps = local + jump, self.jumps + gain * jump
         else:  # what has no rule of its own is a comparison, or a choice by one: these are exact
-            local = RULES[node.op].rounding(args, out) if node.op in RULES else 0.0
-        return gain * local if local else 0.0
+            return 0.0
+        error = gain * (local + _UNDERFLOW * math.sqrt(out[0].numel()))
+        return math.inf if math.isnan(error) else error

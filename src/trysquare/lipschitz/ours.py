@@ -7,47 +7,43 @@ were rounded to the layer's dtype are nearly so, and the theorem is used with a 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trysquare.layers import activations
 from trysquare.layers.activations import MONOTONE, with_slopes_in_unit_interval
 from trysquare.layers.conv import _Convolution, _TransposedConvolution
+from trysquare.layers.explicit import Application
 from trysquare.layers.fourier import _FourierConvolution, _Plain, _Transposed
-from trysquare.layers.packing import PackedKernels, unpack
+from trysquare.layers.packing import unpack
 from trysquare.layers.pooling import EuclideanNorm
 from trysquare.layers.potential import _PotentialStep
-from trysquare.layers.sandwich import _ExplicitSandwich, _Sandwich
+from trysquare.layers.sandwich import _Sandwich
 from trysquare.layers.sandwich_fourier import _FourierSandwich
 from trysquare.layers.sllaoc import _FusedBlock
-from trysquare.linalg.bounds import domain_range, normalized, rescaled_up, singular_value_range
+from trysquare.linalg.bounds import singular_value_range
 from trysquare.linalg.kernels import adjoint
 from trysquare.linalg.precision import at_least_float32, full_precision
 from trysquare.linalg.rescaling import positive
-from trysquare.linalg.spectrum import UNIT_ROUNDOFF, Polyphase, polyphase
+from trysquare.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.lipschitz.leaves import input_dtype, leaf, rule
-from trysquare.lipschitz.rules import matrix_norm
-from trysquare.lipschitz.trace import NoRuleError, Shape, input_like
-from trysquare.operators import (
-    LinearOperator,
-    as_defined,
-    checked_weight,
-    convolution_axes,
-    has_hooks,
-    read_layer,
-    remember,
-    used_weight,
+from trysquare.lipschitz.theorems import (
+    ROUND_UP,
+    SMALL,
+    LatticeMap,
+    circle_around,
+    residual_bound,
+    sandwich_bound,
+    tap_norms,
 )
+from trysquare.lipschitz.trace import NoRuleError, Shape, input_like
+from trysquare.operators import as_defined, checked_weight, has_hooks, read_layer, remember, used_weight
 from trysquare.spectrum import norm_range
 
-# Covers the roundings of a rule that takes more than a handful of steps.
-ROUND_UP = 1 + 2.0**-48
 _CHUNK_NUMBERS = 1 << 23
-# Distances of kernels below which the quick bound will do.
-_SMALL = 1e-6
 
 # Slopes are 1 and -1, whatever the kinks; a norm is 1-Lipschitz.
 rule(activations.NActivation, EuclideanNorm)(lambda layer, *shapes: 1.0)
@@ -111,136 +107,98 @@ def _check_activation(layer: Any) -> None:
         )
 
 
+def _on_lattice(application: Application, kernel: Tensor) -> LatticeMap:
+    """How a kernel is applied; of a transposed convolution, the convolution that it is the adjoint of."""
+    if not application.dims:
+        return LatticeMap.of_matrix(kernel)
+    start = tuple(-left for left, _ in application.pads)
+    return LatticeMap(kernel, application.stride, application.dilation, application.groups, start)
+
+
+def _circle(layer: Any, maps: list[LatticeMap], shape: Shape) -> Shape:
+    """The circle that a block is on, or a part of, on its coarse side."""
+    stride = max(each.stride for each in maps)
+    if not layer._first.dims:
+        return (1,)
+    transposed = getattr(layer, "transposed", False)
+    coarse = shape[1:] if transposed else tuple(-(-size // s) for size, s in zip(shape[1:], stride, strict=True))
+    return circle_around(maps, coarse, stride, layer.padding_mode == "circular")
+
+
 @rule(_PotentialStep)
 def potential_step(layer: _PotentialStep, shape: Shape) -> float:
-    """``I - 2 MᵀDM`` is symmetric with eigenvalues from ``1 - 2 |M|²`` to 1."""
+    """``x - 2 Mᵀ σ(M x + b)``."""
     _check_activation(layer)
-    kernel, step = used_weight(layer), layer._first
-    if not step.dims:
-        norm = matrix_norm(kernel)
-    else:
-        axes = convolution_axes(shape[1:], step.extent, step.stride, step.pads, step.mode)
-        norm = norm_range(LinearOperator(kernel, step.dilation, step.groups, axes), lowest=False)[1]
-    return max(1.0, (2 * norm**2 - 1) * ROUND_UP)
+    kernel = used_weight(layer)
+    first = _on_lattice(layer._first, kernel)
+    second = _on_lattice(layer._second, -2 * adjoint(kernel, first.groups) if layer._first.dims else -2 * kernel.mT)
+    return residual_bound(first.identity(), first, second, _circle(layer, [first, second], shape))
 
 
-def _built_parts(layer: Any) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """Weights of the parts that the kernels are made of before they are fused and rounded, and the extra tensors."""
+def _maps(layer: Any, *ways: Application) -> list[LatticeMap]:
+    """The kernels of a block as the forward pass uses them."""
+    kernels = unpack(used_weight(layer), layer._kernel_shapes)
+    return [_on_lattice(way, kernel) for way, kernel in zip(ways, kernels, strict=True)]
+
+
+def _built(layer: Any) -> list[Tensor] | None:
+    """What the kernels of a block are made of before they are fused and rounded, if its parametrization is there."""
     if not nn.utils.parametrize.is_parametrized(layer, "weight"):
-        raise NoRuleError("its parametrization was taken off, and with it what is known about its kernels")
-    kernels = layer.parametrization
-    assert isinstance(kernels, PackedKernels)
+        return None
+    kernels: Any = layer.parametrization
     with full_precision(layer.free_tensors[0]):
         owned, extra = kernels._owned(tuple(tensor.detach() for tensor in layer.free_tensors))
         weights = [part.build(*own) for part, own in zip(kernels.parts, owned, strict=True)]
-    return [checked_weight(weight, type(layer).__name__) for weight in weights], extra
-
-
-def _used_kernels(layer: Any) -> list[Tensor]:
-    """The kernels as the forward pass uses them, in float64."""
-    return unpack(used_weight(layer), layer._kernel_shapes)
-
-
-def _tap_norms(kernel: Tensor) -> float:
-    """Sum over the taps of Frobenius norms: at least the norm of the convolution on every domain."""
-    return float(kernel.flatten(2).norm(dim=(0, 1)).sum()) * (1 + kernel.numel() * UNIT_ROUNDOFF)
-
-
-def _domain_norm(convolution: Polyphase, coarse: tuple[int, ...]) -> float:
-    """Certified norm on a circular domain, or on every domain where that one has too many frequencies."""
-    coefficients, exponent = normalized(convolution.coefficients)
-    scaled = Polyphase(convolution.positions, coefficients)
-    return rescaled_up(domain_range(scaled, coarse, scaled, lowest=False)[1], exponent)
-
-
-def _rounding(after: Tensor, before: Tensor) -> float:
-    """Bound on the norm of the rounding error of ``2 compose(after, before)`` in float64."""
-    products = after.shape[1] * min(after[0, 0].numel(), before[0, 0].numel())
-    return 4 * (products + 8) * UNIT_ROUNDOFF * _tap_norms(after) * _tap_norms(before)
-
-
-def _coarse_sizes(layer: Any, sizes: Shape, reach: int) -> Shape:
-    """Sizes, on the coarse side, of a circular domain that has the block as a part.
-
-    That is the domain of the block if it is circular. With zero padding it must be so large that no window that is
-    ``reach`` wide on the fine side meets the map again on its other side.
-    """
-    fine = [size * s if layer.transposed else size for size, s in zip(sizes, layer.stride, strict=True)]
-    wider = 0 if layer.padding_mode == "circular" else reach
-    return tuple(-(-(size + wider) // s) for size, s in zip(fine, layer.stride, strict=True))
+    return [checked_weight(weight, type(layer).__name__) for weight in (*weights, *extra)]
 
 
 @rule(_FusedBlock)
 def sll_aoc_block(layer: _FusedBlock, shape: Shape) -> float:
     """``post (I - 2 KᵀDK) pre``, and what fusing and rounding the three kernels adds.
 
-    With ``S + G D F`` exact and ``S'``, ``G'``, ``F'`` used, the difference is at most ``|S' - S| + |G'| |F' - F| +
-    |G' - G| |F|`` for every diagonal ``D`` between 0 and 1. With zero padding all of them are parts of convolutions on
-    a larger circle, with ``D = 0`` outside of the hidden map. A transposed block has the transposed matrices.
+    With ``A + S D T`` exact and ``A'``, ``S'``, ``T'`` used, the difference is at most ``|A' - A| + |S'| |T' - T| +
+    |S' - S| |T|`` for every diagonal ``D`` between 0 and 1. A transposed block has the transposed matrices. Without its
+    parts, a block is bounded by its kernels alone.
     """
     _check_activation(layer)
-    (pre, post, inner), _ = _built_parts(layer)
-    maps = layer._shortcut, layer._first, layer._second
-    coarse = _coarse_sizes(layer, shape[1:], max(max(each.extent) for each in maps))
-    fine = tuple(size * s for size, s in zip(coarse, layer.stride, strict=True))
-    strides: dict[bool, Shape] = {True: layer.stride, False: (1,) * layer.dims}
+    shortcut, first, second = maps = _maps(layer, layer._shortcut, layer._first, layer._second)
+    circle = _circle(layer, maps, shape)
+    built = _built(layer)
+    fine = tuple(size * s for size, s in zip(circle, shortcut.stride, strict=True))
+    if built is None:
+        first, second = (second.transposed(), first) if layer.transposed else (first, second)
+        apart = (shortcut.norm(circle) + second.norm(circle) * first.norm(fine)) * ROUND_UP
+        return min(apart, residual_bound(shortcut, first, second, circle))
+    pre, post, inner = built
 
     def norm(kernel: Tensor, strided: bool) -> float:
-        convolution = polyphase(kernel, strides[strided], layer.dilation, layer.groups)
-        return _domain_norm(convolution, coarse if strided else fine)
+        stride = shortcut.stride if strided else (1,) * len(fine)
+        return replace(shortcut, kernel=kernel, stride=stride).norm(circle if strided else fine)
 
-    def distance(kernel: Tensor, other: Tensor, strided: bool) -> float:
-        quick = _tap_norms(kernel - other) + UNIT_ROUNDOFF * _tap_norms(kernel)
-        return quick if quick < _SMALL else norm(kernel - other, strided) + UNIT_ROUNDOFF * _tap_norms(kernel)
+    def off(used: LatticeMap, exact: Tensor, strided: bool) -> float:
+        # Fusing kernels in float64 is below the roundings that this leaves room for.
+        difference = used.kernel - exact
+        quick = tap_norms(difference)
+        far = quick if quick < SMALL else norm(difference, strided)
+        return far + 1e-12 * tap_norms(exact)
 
     kernels: Any = layer.parametrization
-    used, exact = _used_kernels(layer), kernels.build_kernels(pre, post, inner)
-    first_strided = layer.transposed
-    roundings = [_rounding(inner, pre), _rounding(post, inner.transpose(0, 1))]
-    roundings = [_rounding(post, pre), *(reversed(roundings) if first_strided else roundings)]
-    pairs = zip(used, exact, (True, first_strided, not first_strided), roundings, strict=True)
-    shortcut, first, second = (distance(ours, theirs, strided) + error for ours, theirs, strided, error in pairs)
-    inner_norm, pre_norm, post_norm = norm(inner, False), norm(pre, False), norm(post, True)
-    theorem = post_norm * pre_norm * max(1.0, 2 * inner_norm**2 - 1)
-    first_norm = inner_norm * (post_norm if first_strided else pre_norm)
-    rounded = shortcut + norm(used[2], not first_strided) * first + second * first_norm
+    exact, strided = kernels.build_kernels(pre, post, inner), (True, layer.transposed, not layer.transposed)
+    around, before, after = (off(*each) for each in zip(maps, exact, strided, strict=True))
+    theorem = norm(post, True) * norm(pre, False) * max(1.0, 2 * norm(inner, False) ** 2 - 1)
+    rounded = around + norm(second.kernel, strided[2]) * before + after * norm(exact[1], strided[1])
     return (theorem + rounded) * ROUND_UP
-
-
-def _halved_square(norm: float) -> float:
-    """``|[A B]|²`` for ``[A B]`` of ``norm / √2``: the constant of ``√2 Aᵀ Ψ σ(√2 Ψ⁻¹ B x)``."""
-    return norm**2 / 2 * ROUND_UP
 
 
 @rule(_Sandwich)
 def sandwich(layer: _Sandwich, shape: Shape) -> float:
-    """``Q σ(P x)`` has the constant ``|[Qᵀ Ψ⁻¹, Ψ P]|² / 2`` for every positive diagonal ``Ψ``, so for the layer's.
-
-    The proof of ``trysquare.linalg.sandwich`` with ``A = Ψ⁻¹ Qᵀ / √2`` and ``B = Ψ P / √2``: nothing is assumed of the
-    two kernels, which may be rounded in any way.
-    """
+    """``Q σ(P x)``, whatever the two kernels are, with the layer's ``Ψ`` where it has one."""
     _check_activation(layer)
-    psi = checked_weight(positive(_built_parts(layer)[1][0].double()), type(layer).__name__)
-    first, second = _used_kernels(layer)
-    psi = psi.view(-1, *(1,) * (first.ndim - 1))
-    before, after = layer._first, layer._second
-    a, b = (second if after.transposed else adjoint(second, after.groups)) / psi, first * psi
-    if not isinstance(layer, _ExplicitSandwich):
-        both = torch.cat((a, b), 1)
-        return _halved_square(matrix_norm(both) + UNIT_ROUNDOFF * float(both.norm()) * 1.01)
-    convolutions = [
-        polyphase(kernel, way.stride, way.dilation, way.groups) for kernel, way in ((a, after), (b, before))
-    ]
-    coarse = _coarse_sizes(layer, shape[1:], max(before.extent) * max(layer.stride))
-    norm = _domain_norm(_side_by_side(*convolutions), coarse)
-    return _halved_square(norm + UNIT_ROUNDOFF * (_tap_norms(a) + _tap_norms(b)))
-
-
-def _side_by_side(left: Polyphase, right: Polyphase) -> Polyphase:
-    """``[A B]`` for two convolutions to the same channels; shifting one against the other does not change its norm."""
-    columns = left.block_shape[2], right.block_shape[2]
-    coefficients = torch.cat((F.pad(left.coefficients, (0, columns[1])), F.pad(right.coefficients, (columns[0], 0))))
-    return Polyphase(torch.cat((left.positions, right.positions)), coefficients)
+    first, second = maps = _maps(layer, layer._first, layer._second)
+    back = second if layer._second.transposed else second.transposed()
+    built = _built(layer)
+    psi = None if built is None else positive(built[-1])
+    return sandwich_bound(first, back, _circle(layer, maps, shape), psi)
 
 
 def _blocks_norm(blocks: Tensor, owner: str) -> float:
@@ -275,7 +233,7 @@ def sandwich_convolution(layer: _FourierSandwich, shape: Shape) -> float:
     psi = positive(layer.response.free_psi.detach().double()).unsqueeze(-1)
     both = torch.cat((after / psi, before * psi), -1)
     rounding = 4 * UNIT_ROUNDOFF * float(torch.linalg.matrix_norm(both).max())
-    return _halved_square(_blocks_norm(both, type(layer).__name__) + rounding)
+    return (_blocks_norm(both, type(layer).__name__) + rounding) ** 2 / 2 * ROUND_UP
 
 
 for _known in (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.CELU, *MONOTONE):

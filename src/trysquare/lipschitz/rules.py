@@ -49,7 +49,9 @@ class Rule:
         remark: why the constant may be above 1 and what to do; may hold ``{bound}``.
         attained: whether some input is amplified by as much as the rule says.
         isometric: whether it keeps lengths.
-        rounding: from the arguments and results in float64 to a bound on the norm of their rounding errors.
+        rounding: from the arguments and results in float64 to a bound on the norm of their rounding errors; none if
+            results are exact.
+        jumps: the same for jumps of the function itself, which no dtype makes smaller.
     """
 
     weights: Callable[[Node, list[Tensor]], Weights]
@@ -57,7 +59,8 @@ class Rule:
     attained: bool = False
     isometric: bool = False
     terms: Callable[[Node], list[tuple[Value, float]]] | None = None
-    rounding: Callable[[dict[str, Any], list[Tensor]], float] = lambda args, out: 0.0
+    rounding: Callable[[dict[str, Any], list[Tensor]], float] | None = None
+    jumps: Callable[[dict[str, Any], list[Tensor]], float] | None = None
 
 
 RULES: dict[str, Rule] = {}
@@ -129,9 +132,15 @@ def _constant_only(node: Node, *names: str) -> None:
 # -- rounding errors in float64
 
 
-def _length(tensor: Tensor) -> float:
+def size_of(tensor: Tensor) -> float:
     """Euclidean norm of all numbers, in the order of memory where there is one."""
-    return math.sqrt(float(torch.dot(flat, flat))) if (flat := _flat(tensor)) is not None else float(tensor.norm())
+    flat = _flat(tensor)
+    square = float(torch.dot(flat, flat)) if flat is not None else float(tensor.norm()) ** 2
+    if 1e-200 < square < 1e200:
+        return math.sqrt(square)
+    # Squares of these numbers vanish or overflow.
+    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+    return largest * float((tensor / largest).norm()) * (1 + 1e-12) if 0 < largest < math.inf else largest
 
 
 def _flat(tensor: Tensor) -> Tensor | None:
@@ -150,7 +159,7 @@ _STEEP = "slope up to {bound}: use a 1-Lipschitz one"
 
 def _function_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
     """Functions of one number are right to a few units in the last place of argument and result."""
-    sizes = [_length(t) for t in (*out[:1], *args.values()) if isinstance(t, Tensor) and t.is_floating_point()]
+    sizes = [size_of(t) for t in (*out[:1], *args.values()) if isinstance(t, Tensor) and t.is_floating_point()]
     return 16 * UNIT_ROUNDOFF * (sum(sizes) + math.sqrt(out[0].numel()))
 
 
@@ -214,17 +223,17 @@ def elu(node: Node, given: list[Tensor]) -> Weights:
     return [_spread(node.args["self"], scaled(given[0], max(slopes)))]
 
 
-def _softplus_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
-    """As for any function; and the jump, at two points."""
-    jump = _softplus_jump(args.get("beta", 1), args.get("threshold", _SMOOTH_THRESHOLD))
-    return _function_rounding(args, out) + 4 * jump * math.sqrt(out[0].numel())
-
-
 def _softplus_jump(beta: float, threshold: float) -> float:
     return math.exp(-threshold) / abs(beta) if beta else math.inf
 
 
-@_on("softplus", rounding=_softplus_rounding)
+def _softplus_jumps(args: dict[str, Any], out: list[Tensor]) -> float:
+    """Each number may jump at both points that are compared."""
+    jump = _softplus_jump(args.get("beta", 1), args.get("threshold", _SMOOTH_THRESHOLD))
+    return 4 * jump * math.sqrt(out[0].numel())
+
+
+@_on("softplus", rounding=_function_rounding, jumps=_softplus_jumps)
 def softplus(node: Node, given: list[Tensor]) -> Weights:
     """Slopes between 0 and 1, and a jump of ``log(1 + exp(-threshold)) / beta`` at the threshold."""
     beta, threshold = node.args.get("beta", 1), node.args.get("threshold", _SMOOTH_THRESHOLD)
@@ -255,10 +264,10 @@ def _terms_of_sum(node: Node) -> list[tuple[Value, float]]:
 
 def _sum_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
     """One rounding of the sum, and one of each term that is multiplied."""
-    error = 2 * UNIT_ROUNDOFF * _length(out[0])
+    error = 2 * UNIT_ROUNDOFF * size_of(out[0])
     if args.get("alpha", 1) == 1 and "weight" not in args:
         return error
-    terms = [_length(t) * math.sqrt(out[0].numel() / max(1, t.numel())) for t in _tensors(args)]
+    terms = [size_of(t) * math.sqrt(out[0].numel() / max(1, t.numel())) for t in _tensors(args)]
     return error + 2 * UNIT_ROUNDOFF * (abs(args.get("alpha", 1)) + 1) * sum(terms)
 
 
@@ -298,7 +307,7 @@ def _shares(node: Node, terms: list[tuple[Value, float]]) -> list[float]:
 
 
 def _product_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
-    return 2 * UNIT_ROUNDOFF * _length(out[0]) + math.sqrt(out[0].numel()) * _TINY
+    return 2 * UNIT_ROUNDOFF * size_of(out[0]) + math.sqrt(out[0].numel()) * _TINY
 
 
 _SCALING = "a scaling by up to {bound}: part of the constant"
@@ -378,6 +387,18 @@ def sorted_pair(node: Node, given: list[Tensor]) -> Weights:
     return [(la, on_a), (lb, torch.where(same, 0.0, weights))]
 
 
+@_on("two_sides", isometric=True)
+def two_sides(node: Node, given: list[Tensor]) -> Weights:
+    """``relu(x)`` and ``relu(-x)`` change by two amounts of the same sign, which add up to the change of ``x``."""
+    return [(node.args["self"].labels, torch.maximum(*given))]
+
+
+@_on("hypot", rounding=_function_rounding)
+def hypotenuse(node: Node, given: list[Tensor]) -> Weights:
+    """The norm of a pair."""
+    return [_spread(value, given[0]) for value in node.values]
+
+
 @_on("sort msort topk kthvalue median", isometric=True)
 def ordering(node: Node, given: list[Tensor]) -> Weights:
     """Numbers in order are a permutation of them, and change by no more: the largest weight, on all that are sorted."""
@@ -388,8 +409,9 @@ def ordering(node: Node, given: list[Tensor]) -> Weights:
 def reduced_extremum(node: Node, given: list[Tensor]) -> Weights:
     """The largest or smallest along axes changes by no more than all of them."""
     if node.op == "aminmax":  # the ends of one order, or the same number twice
-        alone = node.values[0].labels.numel() == given[0].numel()
-        return _reduced(node, given[0] + given[1] if alone else torch.maximum(*given), lambda w, axes: w)
+        first, second = (w for w, floating in zip(given, node.floating, strict=True) if floating)
+        alone = node.values[0].labels.numel() == first.numel()
+        return _reduced(node, first + second if alone else torch.maximum(first, second), lambda w, axes: w)
     weights = _only_first(given)
     return _reduced(node, weights, lambda w, axes: w)
 
@@ -412,7 +434,7 @@ def vector_norm(node: Node, given: list[Tensor]) -> Weights:
 def _length_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
     value = next(t for t in args.values() if isinstance(t, Tensor))
     length = value.numel() / max(1, out[0].numel())
-    return (length + 16) * UNIT_ROUNDOFF * 2 * _length(value) * math.sqrt(max(1.0, length))
+    return (length + 16) * UNIT_ROUNDOFF * 2 * size_of(value) * math.sqrt(max(1.0, length))
 
 
 @_on("mean", rounding=lambda args, out: _length_rounding(args, out), attained=True)
@@ -477,7 +499,7 @@ def _softmax_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
     value = next(t for t in args.values() if isinstance(t, Tensor))
     length = value.shape[args["dim"]] + 32
     spread = 1 + float(value.abs().max()) if value.numel() else 1.0
-    return 4 * length * UNIT_ROUNDOFF * spread * (_length(out[0]) + math.sqrt(out[0].numel()))
+    return 4 * length * UNIT_ROUNDOFF * spread * (size_of(out[0]) + math.sqrt(out[0].numel()))
 
 
 # -- linear maps with constant weights
@@ -535,10 +557,10 @@ def _product_rounding_of(args: dict[str, Any], out: list[Tensor]) -> float:
     """``γ_k |A| |B|``, and the bias."""
     names = ("mat1", "mat2") if "mat1" in args else ("batch1", "batch2") if "batch1" in args else ("self", "mat2")
     a, b = (args[name] for name in names)
-    size = _length(a) * _length(b) * abs(args.get("alpha", 1))
-    bias = _length(args["self"]) * abs(args.get("beta", 1)) * math.sqrt(out[0].numel() / max(1, args["self"].numel()))
+    size = size_of(a) * size_of(b) * abs(args.get("alpha", 1))
+    bias = size_of(args["self"]) * abs(args.get("beta", 1)) * math.sqrt(out[0].numel() / max(1, args["self"].numel()))
     bias = bias if names[0] != "self" else 0.0
-    return 2 * UNIT_ROUNDOFF * ((a.shape[-1] + 4) * size + bias + _length(out[0]))
+    return 2 * UNIT_ROUNDOFF * ((a.shape[-1] + 4) * size + bias + size_of(out[0]))
 
 
 @_on("mm bmm", remark=_MATRIX, attained=True, rounding=_product_rounding_of)
@@ -579,7 +601,7 @@ def vector_product(node: Node, given: list[Tensor]) -> Weights:
 
 
 def _vector_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
-    sizes = sorted((_length(t) for t in args.values() if isinstance(t, Tensor)), reverse=True)
+    sizes = sorted((size_of(t) for t in args.values() if isinstance(t, Tensor)), reverse=True)
     length = max(t.shape[-1] for t in args.values() if isinstance(t, Tensor) and t.ndim)
     return 4 * (length + 4) * UNIT_ROUNDOFF * (math.prod(sizes[:2]) + sum(sizes))
 
@@ -598,8 +620,8 @@ def _convolution_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
     rows, columns = (float(kernel.sum(axes).max()) for axes in ((2, 3), (1, 3)))
     length = max(kernel.shape[1:3]) * kernel.shape[3] + 4
     bias = 0.0 if args.get("bias") is None else float(args["bias"].norm()) * math.sqrt(out[0].numel() / out[0].shape[1])
-    size = math.sqrt(rows * columns) * _length(args["input"])
-    return 2 * UNIT_ROUNDOFF * (length * size + bias + _length(out[0]))
+    size = math.sqrt(rows * columns) * size_of(args["input"])
+    return 2 * UNIT_ROUNDOFF * (length * size + bias + size_of(out[0]))
 
 
 @_on("convolution", remark="the kernel has a norm of at most {bound}: divide by it", rounding=_convolution_rounding)
@@ -619,7 +641,7 @@ def convolution(node: Node, given: list[Tensor]) -> Weights:
             factors = factors[:, None]
         kernel = kernel * factors.view(*factors.shape, *(1,) * (kernel.ndim - 2))
     # Outputs at the ends of an axis that nobody uses are as good as cut off.
-    ends = [_constant_border(weights, axis) for axis in range(2, weights.ndim)]
+    ends = [constant_border(weights, axis) for axis in range(2, weights.ndim)]
     key = torch.cat([profile, torch.tensor(ends, dtype=torch.float64).flatten()])
     labels, norm = _once(
         node,
@@ -644,13 +666,13 @@ def _plain_norm(node: Node, kernel: Tensor) -> tuple[Tensor, float | SingularVal
     labels, dims, groups = node.args["input"].labels, kernel.ndim - 2, node.args["groups"]
     stride, padding, dilation, _ = _numbers(node, dims)
     extent = tuple(d * (k - 1) + 1 for d, k in zip(dilation, kernel.shape[2:], strict=True))
-    zeros = [_constant_border(labels, axis) for axis in range(2, labels.ndim)]
+    zeros = [constant_border(labels, axis) for axis in range(2, labels.ndim)]
     if any(map(any, zeros)) or any(padding):
         mode, pads = "zeros", [(p + a, p + b) for p, (a, b) in zip(padding, zeros, strict=True)]
         sizes = [size - a - b for size, (a, b) in zip(labels.shape[2:], zeros, strict=True)]
         starts = [a for a, _ in zeros]
     else:
-        mode, sizes = "circular", [_period(labels, axis) for axis in range(2, labels.ndim)]
+        mode, sizes = "circular", [period(labels, axis) for axis in range(2, labels.ndim)]
         pads = [(0, whole - size) for whole, size in zip(labels.shape[2:], sizes, strict=True)]
         starts = [0] * dims
         mode = mode if any(map(any, pads)) else "zeros"
@@ -671,7 +693,7 @@ def _transposed_norm(node: Node, kernel: Tensor, ends: list[tuple[int, int]]) ->
     """
     labels, dims, groups = node.args["input"].labels, kernel.ndim - 2, node.args["groups"]
     stride, padding, dilation, extra = _numbers(node, dims)
-    periods = [_period(labels, axis) for axis in range(2, labels.ndim)]
+    periods = [period(labels, axis) for axis in range(2, labels.ndim)]
     wraps = any(period < size for period, size in zip(periods, labels.shape[2:], strict=True))
     axes, circles, repeats, base = [], [], 1, labels
     for axis, (n, d, k, s, p, x, (before, after)) in enumerate(
@@ -691,7 +713,7 @@ def _transposed_norm(node: Node, kernel: Tensor, ends: list[tuple[int, int]]) ->
     return base, norm * math.sqrt(repeats) * _UP
 
 
-def _constant_border(labels: Tensor, axis: int) -> tuple[int, int]:
+def constant_border(labels: Tensor, axis: int) -> tuple[int, int]:
     """How many slices at both ends of an axis are constants."""
     moving = (labels != 0).movedim(axis, 0).flatten(1).any(1).nonzero().flatten()
     if not len(moving):
@@ -699,7 +721,15 @@ def _constant_border(labels: Tensor, axis: int) -> tuple[int, int]:
     return int(moving[0]), labels.shape[axis] - 1 - int(moving[-1])
 
 
-def _period(labels: Tensor, axis: int) -> int:
+def without_border(labels: Tensor) -> Tensor:
+    """What is between the constants at the ends of all axes but the first two."""
+    for axis in range(2, labels.ndim):
+        before, after = constant_border(labels, axis)
+        labels = labels.narrow(axis, before, labels.shape[axis] - before - after)
+    return labels
+
+
+def period(labels: Tensor, axis: int) -> int:
     """The smallest shift along an axis that leaves the labels the same; the size of the axis if there is none."""
     size = labels.shape[axis]
     first = labels.movedim(axis, 0).flatten(1)[:, 0]
@@ -777,7 +807,7 @@ def _normalisation_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
     copies = math.sqrt(value.numel() / value.shape[1])
     bias = 0.0 if args.get("bias") is None else float(args["bias"].norm())
     shift = float((args["running_mean"].abs() * scales).norm()) + bias
-    return 16 * UNIT_ROUNDOFF * (float(scales.max()) * _length(value) + copies * shift + _length(out[0]))
+    return 16 * UNIT_ROUNDOFF * (float(scales.max()) * size_of(value) + copies * shift + size_of(out[0]))
 
 
 # -- windows
@@ -850,7 +880,7 @@ def _window_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
     """Sums over at most all positions of one map."""
     value = next(t for t in args.values() if isinstance(t, Tensor))
     length = value[0, 0].numel() if value.ndim > 2 else value.numel()
-    return 4 * (length + 16) * UNIT_ROUNDOFF * (_length(value) * math.sqrt(length) + _length(out[0]))
+    return 4 * (length + 16) * UNIT_ROUNDOFF * (size_of(value) * math.sqrt(length) + size_of(out[0]))
 
 
 @_on("avg_pool2d avg_pool3d", remark=_AVERAGES, attained=True, rounding=_window_rounding)

@@ -19,9 +19,11 @@ import linecache
 import random
 import sys
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -218,6 +220,29 @@ def _numel(shape: Sequence[int]) -> int:
     return number
 
 
+def leaves_of(*values: Any) -> Iterator[Any]:
+    """What is in arguments of ATen, which are nested in nothing but lists, tuples and dictionaries."""
+    for value in values:
+        kind = type(value)
+        if kind is list or kind is tuple:
+            yield from leaves_of(*value)
+        elif kind is dict:
+            yield from leaves_of(*value.values())
+        elif isinstance(value, list | tuple):  # what torch returns with names
+            yield from leaves_of(*value)
+        else:
+            yield value
+
+
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Such arguments with each leaf changed."""
+    if isinstance(value, list | tuple):
+        return type(value)([mapped(change, part) for part in value])
+    if isinstance(value, dict):
+        return {name: mapped(change, part) for name, part in value.items()}
+    return change(value)
+
+
 class _Memory:
     """The payload of plain tensors that the model made and then wrote values into that depend on its input."""
 
@@ -315,9 +340,9 @@ class Shadow(TorchDispatchMode):
             self.looking = before
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        base = func._schema.name.split("::")[-1]
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
+        base, is_composite = _about(func)
+        if is_composite:
             # Seen whole in inference mode; its parts are what has rules.
             with self:
                 parts = func.decompose(*args, **kwargs)
@@ -332,7 +357,10 @@ class Shadow(TorchDispatchMode):
                 f"a weight is a {foreign[0].__name__}, which decides by itself what torch computes with it "
                 f"({user_line()}); make it a plain tensor first"
             )
-        self._refuse_chance(func, args)
+        if any(t.is_meta and type(t) is not Traced for t in tensors):
+            raise NoRuleError(f"it computes with a tensor that holds no numbers ({func}, {user_line()})")
+        if "attention" not in base:
+            self._refuse_chance(func, args)
         if base in _LOOKS:
             raise NoRuleError(
                 f"it decides by a value that depends on the input ({base.strip('_')}, {user_line()}): what it computes "
@@ -356,8 +384,8 @@ class Shadow(TorchDispatchMode):
             self._raw.discard(_address(tensor))
         self._refuse_chance(func, args)
         result = func(*args, **kwargs)
-        known = {_address(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and _has_memory(t)}
-        for tensor in tree_leaves(result):
+        known = {_address(t) for t in leaves_of(args, kwargs) if isinstance(t, Tensor) and _has_memory(t)}
+        for tensor in leaves_of(result):
             if isinstance(tensor, Tensor) and _has_memory(tensor) and (address := _address(tensor)) not in known:
                 self._created[address] = StorageWeakRef(tensor.untyped_storage())
                 (self._raw.add if "empty" in func._schema.name else self._raw.discard)(address)
@@ -393,7 +421,7 @@ class Shadow(TorchDispatchMode):
 
         if any(self.payload(v) is not None for v in [*args[1:], *kwargs.values()]):
             raise NoRuleError(f"a constant tensor is filled with a value that depends on the input ({user_line()})")
-        return self._constant(func, tree_map(plain, tuple(args)), kwargs, [])
+        return self._constant(func, mapped(plain, tuple(args)), kwargs, [])
 
     def _fresh(self, op: str, func: Any, args: Any, kwargs: Any) -> Any:
         """A call that returns something new, or views."""
@@ -402,8 +430,8 @@ class Shadow(TorchDispatchMode):
         if op == "view" and func._overloadname == "dtype":
             raise NoRuleError(f"it reads the same bits as other numbers ({user_line()}), which is not Lipschitz")
         like = self._shapes(func, args, kwargs)
-        given = next(t for t in tree_leaves((args, kwargs)) if self.payload(t) is not None)
-        for part in tree_leaves(like):
+        given = next(t for t in leaves_of(args, kwargs) if self.payload(t) is not None)
+        for part in leaves_of(like):
             if isinstance(part, Tensor) and part.is_floating_point() and given.is_floating_point():
                 self._check_cast(given, part.dtype)
         if op in MOVES and self._moves(op, func, args):
@@ -423,7 +451,7 @@ class Shadow(TorchDispatchMode):
         if op == "where":
             return self.payload(args[0]) is None
         indices = args[1:] if op not in ("cat", "stack", "copy", "slice_scatter", "select_scatter") else ()
-        for value in tree_leaves(indices):
+        for value in leaves_of(indices):
             if self.payload(value) is not None and not value.is_floating_point():
                 raise NoRuleError(f"an index or mask depends on the input ({op}, {user_line()}): what it selects jumps")
         if op == "index_put" and len(args) > 3 and args[3]:
@@ -436,7 +464,7 @@ class Shadow(TorchDispatchMode):
 
         def moved(name: str, value: Any) -> Any:
             if name in ("index", "indices", "mask", "condition"):
-                return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, value)
+                return mapped(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, value)
             is_number = name == "value" and not isinstance(value, Tensor)
             return self.number(value) if is_number else self._moved(value)
 
@@ -504,7 +532,7 @@ class Shadow(TorchDispatchMode):
         target = args[0]
         if not isinstance(target, Traced) and not self._is_new(target):
             raise NoRuleError(self._writes_into(target))
-        for source in tree_leaves((args[1:], kwargs)):
+        for source in leaves_of(args[1:], kwargs):
             if self.payload(source) is not None and source.is_floating_point() and source.dtype != target.dtype:
                 self._check_cast(source, target.dtype)
         if op == "copy":
@@ -515,7 +543,10 @@ class Shadow(TorchDispatchMode):
         elif op == "as_strided" and _same_place(target, *args[1:]):
             return target  # torch does this to maps of one position
         elif op in ("squeeze", "unsqueeze", "t", "transpose", "resize", "set", "as_strided"):
-            raise NoRuleError(f"{op}_ changes a shape in place, which has no rule ({user_line()}); use {op}")
+            raise NoRuleError(
+                f"{op}_ changes a shape in place ({user_line()}), which cannot be followed; use {op} (torch's "
+                "recurrent layers and vmap do this: write a loop of cells, or calls on the batch)"
+            )
         else:
             functional = getattr(getattr(torch.ops.aten, op, None), func._overloadname, None)
             if functional is None:
@@ -556,10 +587,28 @@ class Shadow(TorchDispatchMode):
                     return value if self.payload(value) is None else torch.empty(value.shape, dtype=value.dtype)
                 return value
 
-        result = func(*tree_map(meta, tuple(args)), **tree_map(meta, kwargs))
-        if not self.inside and any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_leaves(result)):
+        result = func(*mapped(meta, tuple(args)), **mapped(meta, kwargs))
+        if not self.inside and any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in leaves_of(result)):
             raise NoRuleError(f"it makes complex numbers ({user_line()}); only real networks have rules")
         return result
+
+
+@cache
+def _about(func: Any) -> tuple[str, bool]:
+    """The name of a function, and whether it is made of others.
+
+    Rules are about ATen's own functions: one of somebody else's may have any name, and keeps its namespace.
+    """
+    namespace, base = func._schema.name.split("::")
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return base if namespace == "aten" else func._schema.name, composite
+
+
+@cache
+def _writes(func: Any) -> list[tuple[int, str]]:
+    """Positions and names of the arguments that a function writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 _DISABLED = Tensor.__torch_dispatch__
@@ -586,12 +635,8 @@ def _nothing_drawn(func: Any, args: Any) -> bool:
 
 
 def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    found = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
+    given = (args[position] if position < len(args) else kwargs.get(name) for position, name in _writes(func))
+    return [leaf for leaf in leaves_of(*given) if isinstance(leaf, Tensor)]
 
 
 def _name_of(model: nn.Module, tensor: Tensor) -> str | None:
@@ -725,6 +770,43 @@ class Graph:
         return [leaf.labels for leaf in tree_leaves(self.result) if isinstance(leaf, Value)]
 
 
+class Calls:
+    """Which call made a value.
+
+    Args:
+        nodes: calls, in the order in which they ran.
+    """
+
+    def __init__(self, nodes: list[Node]) -> None:
+        blocks = sorted(((node.start, node) for node in nodes if node.outputs), key=lambda block: block[0])
+        self._starts, self._nodes = [start for start, _ in blocks], [node for _, node in blocks]
+
+    def maker(self, label: float) -> Node | None:
+        """The call whose results have a label among them; ``None`` for an input, or a constant."""
+        at = bisect_right(self._starts, abs(label)) - 1
+        node = self._nodes[at] if at >= 0 else None
+        return node if node is not None and abs(label) < node.start + node.size else None
+
+    def makers(self, labels: Tensor) -> list[Node] | None:
+        """The calls that made values; ``None`` if some of these are inputs."""
+        left, found = labels[labels != 0].abs(), []
+        while left.numel():
+            node = self.maker(float(left[0]))
+            if node is None:
+                return None
+            found.append(node)
+            left = left[(left < node.start) | (left >= node.start + node.size)]
+        return found
+
+    def whole(self, labels: Tensor) -> Node | None:
+        """The call whose first result values are: all of it and in its order, in whatever shape."""
+        node = self.maker(float(labels.reshape(-1)[0])) if labels.numel() else None
+        if node is None or _numel(node.outputs[0][1]) != labels.numel():
+            return None
+        expected = torch.arange(node.start, node.start + labels.numel(), dtype=torch.float64)
+        return node if torch.equal(labels.reshape(-1), expected) else None
+
+
 class Tracer(Shadow):
     """Makes the graph of a model: the payload is labels.
 
@@ -818,8 +900,11 @@ class Tracer(Shadow):
         jumping = any(not leaf.is_floating_point() for leaf in depending)
         if jumping and not self.inside and op not in ("embedding", "where"):
             raise NoRuleError(
-                f"{op} of integers or conditions that depend on the input ({user_line()}): they jump, and tokens have "
-                "a Lipschitz constant only as what an embedding takes"
+                f"{op} of integers or conditions that depend on the input ({user_line()}): they jump. Tokens have a "
+                "Lipschitz constant only as what an embedding takes; whether the pieces of a function fit each other "
+                "where a condition changes cannot be told from rounded numbers: write it with torch.where of what is "
+                "compared, torch.maximum, torch.minimum or clamp, or register its constant with "
+                "@trysquare.lipschitz.rule"
             )
         like = self._shapes(func, args, kwargs)
         node = self._node(op, {name: tree_map(self._value, given) for name, given in bound.items()}, like)

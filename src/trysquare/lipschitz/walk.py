@@ -6,16 +6,15 @@ import math
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.lipschitz.leaves import leaf_terms, leaf_weights
+from trysquare.lipschitz.patterns import recognised
 from trysquare.lipschitz.rules import RULES, Rule, Weights, no_rule, way_out
-from trysquare.lipschitz.trace import Graph, Node, NoRuleError, Value
+from trysquare.lipschitz.trace import Graph, Node, NoRuleError
 from trysquare.progress import track
 
 _LEAF = Rule(leaf_weights, terms=leaf_terms)
@@ -26,19 +25,22 @@ class Walk:
     """The bounds of everything in a graph.
 
     Attributes:
-        nodes: the calls, with choices and pairs recognised (see ``_simplified``).
+        nodes: the calls, with patterns recognised (see ``trysquare.lipschitz.patterns``).
         bounds: of each call's results as a function of the network's inputs, or why there is none.
+        in_blocks: ``id`` of the calls inside of blocks.
 
     Args:
         graph: what a model computed.
+        blocks: whether to look for blocks that are bounded as a whole.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, *, blocks: bool = True) -> None:
         self.graph = graph
-        self.nodes, self._position = _simplified(graph.nodes)
-        blocks = [(start, shape, _INPUT, k) for k, (start, shape) in enumerate(graph.inputs)]
-        blocks += [(*out, i, k) for i, node in enumerate(self.nodes) for k, out in enumerate(node.outputs)]
-        self._blocks = sorted(blocks)
+        self.nodes, self._position = recognised(graph.nodes, blocks)
+        self.in_blocks = {id(part) for node in self.nodes if node.op == "block" for part in node.inner}
+        made = [(start, shape, _INPUT, k) for k, (start, shape) in enumerate(graph.inputs)]
+        made += [(*out, i, k) for i, node in enumerate(self.nodes) for k, out in enumerate(node.outputs)]
+        self._blocks = sorted(made)
         self._starts = [block[0] for block in self._blocks]
         self._roundings = 0.0
         self.bounds: list[float | ValueError] = []
@@ -57,9 +59,9 @@ class Walk:
                         whole = value.labels if node.op == "leaf" else value.labels.expand(node.outputs[0][1])
                         node.changes[id(value)] = self.bound([whole])
                 # Other results than the first are positions and statistics, except of what returns a pair.
-                both = node.op in ("max_min", "aminmax")
+                both = node.op in ("max_min", "aminmax", "two_sides")
                 ones = [
-                    torch.full(shape, float(both or k == 0), dtype=torch.float64)
+                    torch.full(shape, float(k == 0 or (both and node.floating[k])), dtype=torch.float64)
                     for k, (_, shape) in enumerate(node.outputs)
                 ]
                 self.bounds.append(self._back_to_one(self._stepped(node, ones)))
@@ -101,10 +103,14 @@ class Walk:
         while waiting and (last := max(waiting)) != _INPUT:
             given, node = waiting.pop(last), self.nodes[last]
             found[last] = math.sqrt(max(float(w.max()) for w in given if w.numel()))
-            if node.inner:
-                gains |= _inner_gains(node, given[0])
+            if node.inner and node.op != "root":
+                for key, gain in _inner_gains(node, given[0]).items():
+                    gains[key] = gains.get(key, 0.0) + gain
             self._push(waiting, self._stepped(node, given))
-        gains |= {id(node): found.get(self._position[id(node)], 0.0) for node in self.graph.nodes}
+        for node in self.graph.nodes:
+            place = self._position[id(node)]
+            if self.nodes[place].op != "block":  # its last call is among the inner ones
+                gains[id(node)] = gains.get(id(node), 0.0) + found.get(place, 0.0)
         zeros = [torch.zeros(shape, dtype=torch.float64) for _, shape in self.graph.inputs]
         return waiting.get(_INPUT, zeros), gains
 
@@ -173,94 +179,8 @@ def _rule(node: Node) -> Rule:
 
 def _inner_gains(node: Node, weights: Tensor) -> dict[int, float]:
     """Gains of what a leaf computes inside, given the weights on its result; none where that has no rules."""
-    inside = Walk(Graph(node.inner, []))
+    inside = Walk(Graph(node.inner, []), blocks=False)
     try:
         return inside.back(node.inner_labels, [weights])[1]
     except ValueError:
         return {}
-
-
-def _simplified(nodes: list[Node]) -> tuple[list[Node], dict[int, int]]:
-    """The same calls, with three things recognised that are spelled in several; and where each call went.
-
-    ``where(a > b, a, b)`` is the larger of the two. ``x`` less its mean is a projection. The larger and the smaller of
-    one pair are that pair in order: the first of the two calls then has both results.
-    """
-    comparisons = {node.start: node for node in nodes if node.op in ("gt", "ge", "lt", "le")}
-    means = {node.start: node for node in nodes if node.op == "mean"}
-    made: list[Node] = []
-    position: dict[int, int] = {}
-    for original in nodes:
-        node = _as_extremum(original, comparisons) if original.op == "where" else original
-        node = _as_centering(node, means) if node.op == "sub" else node
-        other = {"maximum": "minimum", "minimum": "maximum"}.get(node.op)
-        pairs = [i for i in range(len(made) - 1, -1, -1) if made[i].op == other and _same_pair(made[i], node)]
-        if other and pairs:
-            first = made[pairs[0]]
-            made[pairs[0]] = replace(first, op="max_min", outputs=first.outputs + node.outputs, floating=[True] * 2)
-            position[id(original)] = pairs[0]
-            continue
-        position[id(original)] = len(made)
-        made.append(node)
-    return made, position
-
-
-def _as_extremum(node: Node, comparisons: dict[int, Node]) -> Node:
-    """The larger or the smaller of two, if that is what a choice by comparison makes."""
-    condition, a, b = node.args["condition"], node.args["self"], node.args["other"]
-    compared = comparisons.get(int(condition.labels.min())) if condition.labels.numel() else None
-    if compared is None or condition.labels.shape != compared.outputs[0][1]:
-        return node
-    whole = torch.arange(condition.labels.numel(), dtype=torch.float64).view(condition.labels.shape) + compared.start
-    if not torch.equal(condition.labels, whole):
-        return node
-    x, y, shape = compared.args["self"], compared.args["other"], node.outputs[0][1]
-    larger = compared.op in ("gt", "ge")
-    for op, pair in (("maximum", (x, y)), ("minimum", (y, x))):
-        if all(_alike(p, q, shape) for p, q in zip((a, b), pair, strict=True)):
-            chosen = op if larger else {"maximum": "minimum", "minimum": "maximum"}[op]
-            return replace(node, op=chosen, args={"self": a, "other": b})
-    signs = isinstance(a, Value) and isinstance(b, Value) and isinstance(x, Value) and _alike(y, 0.0, shape)
-    if signs and torch.equal(a.labels, -b.labels) and torch.equal(*(v.labels.expand(shape).abs() for v in (a, x))):
-        return replace(node, op="maximum", args={"self": a, "other": b})  # |x| or -|x|
-    return node
-
-
-def _as_centering(node: Node, means: dict[int, Node]) -> Node:
-    """A projection, if what is taken off is the mean of the same numbers."""
-    value, mean = node.args["self"], node.args["other"]
-    if not isinstance(value, Value) or not isinstance(mean, Value) or node.args.get("alpha", 1) != 1:
-        return node
-    made = means.get(int(mean.labels.flatten()[0])) if mean.labels.numel() else None
-    shape = value.labels.shape
-    if made is None or shape != node.outputs[0][1] or mean.labels.ndim != len(shape):
-        return node
-    axes = [axis for axis, size in enumerate(mean.labels.shape) if size == 1 and shape[axis] > 1]
-    # The mean over these axes, and each of them where it belongs.
-    expected = torch.arange(made.size, dtype=torch.float64).view(mean.labels.shape) + made.start
-    dims = made.args.get("dim")
-    over = sorted(d % len(shape) for d in dims) if dims else list(range(len(shape)))
-    whole = sorted(axis for axis in over if shape[axis] > 1) == axes and mean.labels.numel() == made.size
-    if not whole or not torch.equal(mean.labels, expected) or not torch.equal(made.values[0].labels, value.labels):
-        return node
-    return replace(node, op="centering", args={"self": value, "dim": axes})
-
-
-def _same_pair(first: Node, second: Node) -> bool:
-    (a, b), (c, d) = ((node.args["self"], node.args["other"]) for node in (first, second))
-    shape = first.outputs[0][1]
-    if shape != second.outputs[0][1]:
-        return False
-    return any(_alike(a, p, shape) and _alike(b, q, shape) for p, q in ((c, d), (d, c)))
-
-
-def _alike(first: Any, second: Any, shape: tuple[int, ...]) -> bool:
-    """Whether two arguments are the same numbers."""
-    if isinstance(first, Value) != isinstance(second, Value):
-        return False
-    if isinstance(first, Value):
-        # The first label already tells most pairs apart.
-        one, two = (value.labels.expand(shape) for value in (first, second))
-        return torch.equal(one.flatten()[:1], two.flatten()[:1]) and torch.equal(one, two) and bool((one != 0).all())
-    one, two = (torch.as_tensor(value, dtype=torch.float64).expand(shape) for value in (first, second))
-    return torch.equal(one, two)
