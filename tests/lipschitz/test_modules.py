@@ -117,7 +117,7 @@ def test_embeddings_take_tokens_only():
     norm = float(torch.linalg.matrix_norm(table.weight.detach().double(), 2))
     assert ts.lipschitz_bound(table, (3,)) == pytest.approx(norm, rel=1e-6)
     assert bound(lambda m, x: F.embedding(x, m.w), (3,), w=table.weight.detach()) == pytest.approx(norm, rel=1e-6)
-    with pytest.raises(NoRuleError, match="[Tt]okens"):
+    with pytest.raises(NoRuleError, match=r"[Tt]okens"):
         ts.lipschitz_bound(nn.Sequential(nn.Linear(3, 3), table), (3,))
 
     class Rounds(nn.Module):
@@ -135,7 +135,7 @@ def test_embeddings_take_tokens_only():
         def forward(self, x):
             return self.table(x) + x.unsqueeze(-1)
 
-    with pytest.raises(NoRuleError, match="[Tt]okens"):
+    with pytest.raises(NoRuleError, match=r"[Tt]okens"):
         ts.lipschitz_bound(Both(), (3,))
 
     class OneHot(nn.Module):
