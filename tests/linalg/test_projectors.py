@@ -52,14 +52,6 @@ def test_large_kernels_keep_less():
     assert kept(256) == pytest.approx(11.5 / 9)
 
 
-def test_second_derivatives_are_refused_not_wrong():
-    matrix = torch.randn(1, 1, 3, 4, dtype=torch.float64, requires_grad=True)
-    grown = grow(matrix, frames(1, 1, 2, 4), (0,))
-    (gradient,) = torch.autograd.grad(grown.square().sum(), matrix, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
-
-
 def test_peel_undoes_grow():
     matrix = orthonormal_rows(torch.randn(2, 6, 6, dtype=torch.float64)).view(2, 1, 1, 6, 6)
     bases = frames(4, 2, 3, 6)

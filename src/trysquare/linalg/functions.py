@@ -1,18 +1,23 @@
 """Autograd functions whose first output is the result, and whose other outputs are what backward needs to know.
 
 Torch lets a function of ``torch.func``'s kind save inputs and outputs only, so what forward found on its way must be an
-output.
+output. Each function comes in three kinds, so that training does not pay for second derivatives:
+
+* the function itself, with a formula for its gradient that takes what was found as constants. Compilers trace this one;
+  they do not trace functions with a rule for forward mode.
+* ``transformed``, a subclass, for transforms of ``torch.func``: outputs that the formula uses are differentiable too,
+  so that the formula can be differentiated again; and it has a rule for forward mode.
+* ``eager``, made of these two, for everything else: the first, unless somebody differentiates the gradient. Then it is
+  computed again by way of the second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable as once_differentiable_by_graph
+from torch.autograd import forward_ad
 
 
 def apply_function(function: Any, *args: Any) -> Any:
@@ -21,59 +26,75 @@ def apply_function(function: Any, *args: Any) -> Any:
     Torch's own ``apply`` inspects the signature of ``forward`` at every call, to fill in defaults and for transforms of
     ``torch.func``: a tenth of the time that a small kernel takes to build. Without transforms its base class will do.
     """
-    if torch.compiler.is_compiling() or _transforms_are_active():
+    if torch.compiler.is_compiling():
         return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)
+    if torch._C._are_functorch_transforms_active():
+        return getattr(function, "transformed", function).apply(*args)
+    return super(torch.autograd.Function, getattr(function, "eager", function)).apply(*args)
 
 
-def _transforms_are_active() -> bool:
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+def keep(ctx: Any, output: tuple[Tensor, ...], differentiable: int, *others: Tensor) -> None:
+    """Save ``others``, then all outputs but the first.
 
-
-def keep(ctx: Any, output: tuple[Tensor, ...], *others: Tensor) -> None:
-    """Save ``others``, then all outputs but the first, which alone has a gradient; no zeros are made for the rest."""
-    ctx.mark_non_differentiable(*output[1:])
+    Args:
+        ctx: of the function.
+        output: what it returned.
+        differentiable: how many of the outputs have gradients, from the first on; no zeros are made for the rest.
+        others: what else to save.
+    """
+    ctx.mark_non_differentiable(*output[differentiable:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*others, *output[1:])
 
 
-def backward_of_first(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Call ``backward(ctx, grad)`` with the gradient of the first output, unless that is ``None``.
-
-    It is if the function that used the result returned ``None`` for its gradient. Must be the outermost decorator: the
-    arguments that it drops are gradients too.
-    """
-
-    @wraps(backward)
-    def of_first(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
-        return (None,) * len(ctx.needs_input_grad) if grad is None else backward(ctx, grad)
-
-    return of_first
+def nothing_for(ctx: Any) -> tuple[None, ...]:
+    """What backward returns if no output has a gradient: where who used them returned ``None``."""
+    return (None,) * len(ctx.needs_input_grad)
 
 
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse derivatives of ``backward(ctx, grad)``, which knows its result but not how that depends on its inputs.
-
-    As torch's decorator of that name, but under transforms of ``torch.func`` too, where that one gives zeros.
-    """
-    without_graph = once_differentiable_by_graph(backward)
-
-    @wraps(backward)
-    def once(ctx: Any, grad: Tensor) -> Any:
-        if _transforms_are_active() and len(_differentiated_by(grad, *ctx.saved_tensors)) > 1:
-            raise RuntimeError("second derivatives of orthogonal weights by torch.func are not available")
-        return without_graph(ctx, grad)
-
-    return once
+def is_differentiated() -> bool:
+    """Whether somebody may differentiate what backward computes now. Compilers do not, and say so."""
+    return not torch.compiler.is_compiling() and (torch.is_grad_enabled() or forward_ad._current_level >= 0)
 
 
-def _differentiated_by(*tensors: Tensor) -> set[int]:
-    """Levels of the transforms that differentiate any of the tensors; one number for all that have ended."""
-    wrappers = torch._C._functorch
-    levels = set()
-    for tensor in tensors:
-        while wrappers.is_functorch_wrapped_tensor(tensor):
-            if wrappers.is_gradtrackingtensor(tensor):
-                levels.add(wrappers.maybe_get_level(tensor))
-            tensor = wrappers.get_unwrapped(tensor)
-    return levels
+def eager_kind(function: Any, transformed: Any) -> Any:
+    """The third kind of a function (see above)."""
+
+    class Eager(function):  # type: ignore[misc]
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            function.setup_context(ctx, inputs, output)
+            transformed.save_for_tangents(ctx, inputs, output)
+            ctx.outputs = len(output)
+            # Not saved for backward: they are free tensors, which live anyway, and training does not need them.
+            ctx.given = inputs
+            ctx.versions = [t._version for t in inputs if isinstance(t, Tensor)]
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
+            if grad is None:
+                return nothing_for(ctx)
+            if is_differentiated():
+                return _gradient_again(ctx, transformed, grad)
+            return function.backward(ctx, grad, *(None,) * (ctx.outputs - 1))
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            return transformed.jvp(ctx, *tangents)[0], *(None,) * (ctx.outputs - 1)
+
+    Eager.__name__ = Eager.__qualname__ = function.__name__
+    return Eager
+
+
+def _gradient_again(ctx: Any, transformed: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of all inputs, as differentiable functions of these and of ``grad``."""
+    if ctx.versions != [t._version for t in ctx.given if isinstance(t, Tensor)]:
+        raise RuntimeError(
+            "a free tensor of an orthogonal weight was changed in place after the weight was built, so that second "
+            "derivatives of it cannot be computed any more: take them before the optimizer steps"
+        )
+    wanted = [t for t, needed in zip(ctx.given, ctx.needs_input_grad, strict=True) if needed]
+    with torch.enable_grad():
+        result = super(torch.autograd.Function, transformed).apply(*ctx.given)[0]
+        found = iter(torch.autograd.grad(result, wanted, grad, create_graph=True, allow_unused=True))
+    return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)

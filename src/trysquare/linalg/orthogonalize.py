@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trysquare.linalg.functions import apply_function, backward_of_first, keep, once_differentiable
+from trysquare.linalg.functions import apply_function, eager_kind, is_differentiated, keep, nothing_for
 from trysquare.linalg.inverse import inverse
 from trysquare.linalg.matrix_exponential import matrix_exponential
 from trysquare.linalg.orthonormal import orthonormal_rows
@@ -110,12 +110,14 @@ def _real(matrix: Tensor, name: str) -> Tensor:
 
 
 class _Polar(torch.autograd.Function):
-    """``Q`` and ``H`` of ``W = H Q`` by the given iteration; differentiable in ``Q``.
+    """``Q`` and ``H`` of ``W = H Q`` by the given iteration.
 
-    The gradient solves a Lyapunov equation, whatever the iteration was.
+    Derivatives solve a Lyapunov equation, whatever the iteration was.
     """
 
     generate_vmap_rule = True
+    eager: Any
+    transformed: Any
 
     @staticmethod
     def forward(matrix: Tensor, iterate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -129,21 +131,106 @@ class _Polar(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        keep(ctx, output, output[0])
+        keep(ctx, output, 1, output[0])
 
     @staticmethod
-    @backward_of_first
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor | None, grad_stretch: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None and grad_stretch is None:
+            return nothing_for(ctx)
         basis, stretch = ctx.saved_tensors
-        with full_precision(grad):
-            values, vectors = torch.linalg.eigh((stretch + stretch.mH) / 2)
-            values = values.clamp_min(torch.finfo(values.dtype).tiny ** 0.75)  # or the gradient is not finite
-            tangent = torch.matmul(grad, basis.mH)
-            skew = torch.matmul(vectors.mH, torch.matmul(tangent - tangent.mH, vectors))
-            skew = skew / (values.unsqueeze(-1) + values.unsqueeze(-2))
-            normal = torch.matmul(vectors.mH, grad - torch.matmul(tangent, basis)) / values.unsqueeze(-1)
-            return torch.matmul(vectors, torch.matmul(skew, torch.matmul(vectors.mH, basis)) + normal), None
+        with full_precision(basis):
+            if grad_stretch is None:
+                assert grad is not None
+                return _polar_derivative(basis, stretch, grad), None
+            # dH = dW Qᴴ + H Q dQᴴ
+            through = torch.matmul(torch.matmul(grad_stretch.mH, stretch), basis)
+            grad = through if grad is None else grad + through
+            return _polar_derivative(basis, stretch, grad) + torch.matmul(grad_stretch, basis), None
+
+
+class _TransformedPolar(_Polar):
+    """Differentiable in ``H`` too."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        keep(ctx, output, 2, output[0])
+        _TransformedPolar.save_for_tangents(ctx, inputs, output)
+
+    @staticmethod
+    def save_for_tangents(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save what ``jvp`` needs."""
+        ctx.save_for_forward(*output)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: Any) -> tuple[Tensor, Tensor]:
+        basis, stretch = ctx.saved_tensors
+        with full_precision(basis):
+            moved = _polar_derivative(basis, stretch, tangent)
+            along = torch.matmul(tangent, basis.mH) + torch.matmul(torch.matmul(stretch, basis), moved.mH)
+        return moved, along
+
+
+_Polar.transformed = _TransformedPolar
+_Polar.eager = eager_kind(_Polar, _TransformedPolar)
+
+
+def _polar_derivative(basis: Tensor, stretch: Tensor, change: Tensor) -> Tensor:
+    """``dQ`` for a change ``dW``, and the gradient of ``W`` from that of ``Q``: a map that is its own adjoint.
+
+    ``dQ = X Q + H⁻¹ dW (I - QᴴQ)`` where ``H X + X H = dW Qᴴ - Q dWᴴ``.
+    """
+    symmetric = (stretch + stretch.mH) / 2
+    tangent = torch.matmul(change, basis.mH)
+    normal = change - torch.matmul(tangent, basis)
+    if not is_differentiated():
+        values, vectors = _eigenvalues(symmetric)
+        skew = torch.matmul(vectors.mH, torch.matmul(tangent - tangent.mH, vectors))
+        skew = skew / (values.unsqueeze(-1) + values.unsqueeze(-2))
+        along = torch.matmul(vectors.mH, normal) / values.unsqueeze(-1)
+        return torch.matmul(vectors, torch.matmul(skew, torch.matmul(vectors.mH, basis)) + along)
+    skew = apply_function(_Lyapunov, symmetric, tangent - tangent.mH)
+    return torch.matmul(skew, basis) + torch.linalg.solve(symmetric, normal)
+
+
+def _eigenvalues(symmetric: Tensor) -> tuple[Tensor, Tensor]:
+    values, vectors = torch.linalg.eigh(symmetric)
+    return values.clamp_min(torch.finfo(values.dtype).tiny ** 0.75), vectors  # or the gradient is not finite
+
+
+class _Lyapunov(torch.autograd.Function):
+    """``X`` with ``H X + X H = B`` for a Hermitian positive definite ``H``.
+
+    Eigenvectors have no derivatives where eigenvalues meet; the solution has, and they are solutions again.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(symmetric: Tensor, right: Tensor) -> Tensor:
+        values, vectors = _eigenvalues(symmetric)
+        turned = torch.matmul(vectors.mH, torch.matmul(right, vectors))
+        turned = turned / (values.unsqueeze(-1) + values.unsqueeze(-2))
+        return torch.matmul(vectors, torch.matmul(turned, vectors.mH))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0], output)
+        ctx.save_for_forward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        symmetric, solution = ctx.saved_tensors
+        right: Tensor = apply_function(_Lyapunov, symmetric, grad)
+        other = torch.matmul(right, solution.mH) + torch.matmul(solution.mH, right)
+        return -other, right
+
+    @staticmethod
+    def jvp(ctx: Any, moved: Tensor | None, moved_right: Tensor | None) -> Tensor:
+        symmetric, solution = ctx.saved_tensors
+        right = torch.zeros_like(solution) if moved_right is None else moved_right
+        if moved is not None:
+            right = right - torch.matmul(moved, solution) - torch.matmul(solution, moved)
+        return apply_function(_Lyapunov, symmetric, right)  # type: ignore[no-any-return]
 
 
 def _divided(matrix: Tensor, size: Tensor) -> Tensor:

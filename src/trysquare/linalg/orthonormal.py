@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trysquare.linalg.functions import apply_function, backward_of_first, keep, once_differentiable
+from trysquare.linalg.functions import apply_function, eager_kind, keep, nothing_for
 from trysquare.linalg.precision import full_precision, host_can_look
 
 
@@ -95,7 +95,8 @@ def _householder(rows: Tensor) -> tuple[Tensor, Tensor]:
     unit, length = _unit_rows(rows)
     basis, factor = torch.linalg.qr(unit.mT)
     sign = torch.where(factor.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(unit.dtype)
-    basis, factor = (basis * sign.unsqueeze(-2)).mT, (factor * sign.unsqueeze(-1)).mT
+    # Products of transposes, not transposes of products: autograd's forward mode refuses views as outputs.
+    basis, factor = basis.mT * sign.unsqueeze(-1), factor.mT * sign.unsqueeze(-2)
     return basis.to(rows.dtype), _damped(length.unsqueeze(-1) * factor, length, rows.dtype)
 
 
@@ -108,22 +109,49 @@ def factor_rows(rows: Tensor, householder: bool = False) -> tuple[Tensor, Tensor
     return _without_branches(rows)
 
 
-def rows_gradient(basis: Tensor, factor: Tensor, grad: Tensor, span_only: bool = False) -> Tensor:
-    """Gradient of ``V`` from that of ``R``: ``dR = X - Φ(X Rᵀ + R Xᵀ) R`` with ``X = L⁻¹ dV``, transposed.
+# With ``X = L⁻¹ dV``, ``M = X Rᵀ`` and ``Φ`` the lower triangle with half of the diagonal,
+#     dR = X - Φ(M + Mᵀ) R    and    dL = L Φ(M + Mᵀ).
+
+
+def _half_lower(matrix: Tensor) -> Tensor:
+    """``Φ``, which is its own adjoint."""
+    return matrix.tril() - 0.5 * torch.diag_embed(matrix.diagonal(dim1=-2, dim2=-1))
+
+
+def rows_tangent(basis: Tensor, factor: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+    """Tangents of ``R`` and ``L`` from that of ``V``."""
+    moved = torch.linalg.solve_triangular(factor, tangent, upper=False)
+    turned = torch.bmm(moved, basis.mT)
+    turned = _half_lower(turned + turned.mT)
+    return moved - torch.bmm(turned, basis), torch.bmm(factor, turned)
+
+
+def rows_gradient(
+    basis: Tensor, factor: Tensor, grad: Tensor | None, grad_factor: Tensor | None = None, *, span_only: bool = False
+) -> Tensor:
+    """Gradient of ``V`` from those of ``R`` and ``L``: the adjoint of ``rows_tangent``.
 
     ``span_only`` says that ``grad`` is that of a function of ``RᵀR`` alone, for which ``grad Rᵀ`` is symmetric.
     """
-    turned = torch.bmm(grad, basis.mT)
-    if not span_only:
-        turned = turned.tril() + turned.tril(-1).mT
-    grad = torch.baddbmm(grad, turned, basis, alpha=-1)
+    if grad is not None:
+        turned = torch.bmm(grad, basis.mT)
+        if not span_only:
+            turned = turned.tril() + turned.tril(-1).mT
+        grad = torch.baddbmm(grad, turned, basis, alpha=-1)
+    if grad_factor is not None:
+        along = _half_lower(torch.bmm(factor.mT, grad_factor))
+        along = torch.bmm(along + along.mT, basis)
+        grad = along if grad is None else grad + along
+    assert grad is not None
     return torch.linalg.solve_triangular(factor, grad.mT, upper=False, left=False).mT.contiguous()
 
 
 class _OrthonormalRows(torch.autograd.Function):
-    """``R`` and ``L`` of ``V = L R``; differentiable in ``R``, keeps nothing else."""
+    """``R`` and ``L`` of ``V = L R``; keeps nothing else."""
 
     generate_vmap_rule = True
+    eager: Any
+    transformed: Any
 
     @staticmethod
     def forward(rows: Tensor, householder: bool) -> tuple[Tensor, Tensor]:
@@ -132,15 +160,39 @@ class _OrthonormalRows(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        keep(ctx, output, output[0])
+        keep(ctx, output, 1, output[0])
 
     @staticmethod
-    @backward_of_first
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor | None, grad_factor: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None and grad_factor is None:
+            return nothing_for(ctx)
         basis, factor = ctx.saved_tensors
-        with full_precision(grad):
-            return rows_gradient(basis, factor, grad), None
+        with full_precision(basis):
+            return rows_gradient(basis, factor, grad, grad_factor), None
+
+
+class _TransformedRows(_OrthonormalRows):
+    """Differentiable in ``L`` too."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        keep(ctx, output, 2, output[0])
+        _TransformedRows.save_for_tangents(ctx, inputs, output)
+
+    @staticmethod
+    def save_for_tangents(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save what ``jvp`` needs."""
+        ctx.save_for_forward(*output)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: Any) -> tuple[Tensor, Tensor]:
+        basis, factor = ctx.saved_tensors
+        with full_precision(basis):
+            return rows_tangent(basis, factor, tangent)
+
+
+_OrthonormalRows.transformed = _TransformedRows
+_OrthonormalRows.eager = eager_kind(_OrthonormalRows, _TransformedRows)
 
 
 def orthonormal_rows(rows: Tensor, householder: bool = False) -> Tensor:

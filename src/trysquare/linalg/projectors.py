@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trysquare.linalg.functions import apply_function, backward_of_first, keep, once_differentiable
-from trysquare.linalg.orthonormal import factor_rows, rows_gradient
+from trysquare.linalg.functions import apply_function, eager_kind, is_differentiated, keep, nothing_for
+from trysquare.linalg.orthonormal import factor_rows, rows_gradient, rows_tangent
 from trysquare.linalg.precision import full_precision
 
 # From so many channels on, backward does without the kernels on the way, which are most of the memory then: they save
@@ -29,17 +29,14 @@ class _Grow(torch.autograd.Function):
     """
 
     generate_vmap_rule = True
+    eager: Any
+    transformed: Any
 
     @staticmethod
     def forward(matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, ...]:
         with full_precision(matrix):
             basis, factor = factor_rows(rows.flatten(0, 1))
-            kernel, flats, coordinates = matrix, [], []
-            for frame, turned, axis in zip(*_frames(basis, rows.shape), axes, strict=True):
-                flats.append(kernel.flatten(1, -2))  # (g, taps * n, c)
-                coordinates.append(torch.bmm(flats[-1], turned))
-                projected = torch.bmm(coordinates[-1], frame).view(kernel.shape)
-                kernel = _spread(kernel, projected, axis + 1)
+            kernel, coordinates, flats = _grown(matrix, basis, rows.shape, axes)
             grown = kernel.movedim((-2, -1), (1, 2)).contiguous()
         kept = flats[1:] if matrix.shape[-1] < MANY_CHANNELS else []
         return grown, basis, factor, *coordinates, *kept
@@ -48,12 +45,12 @@ class _Grow(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         matrix, rows, ctx.axes = inputs
         ctx.shape = rows.shape
-        keep(ctx, output, matrix)
+        keep(ctx, output, 1, matrix)
 
     @staticmethod
-    @backward_of_first
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_basis: Tensor | None, grad_factor: Tensor | None, *_: Any
+    ) -> tuple[Tensor | None, ...]:
         """Walk from the last projector to the first.
 
         A frame ``F`` whose projector met the kernel ``K`` has the gradient ``Dᵀ T + (T Fᵀ)ᵀ K``, where ``D = K Fᵀ`` are
@@ -62,7 +59,17 @@ class _Grow(torch.autograd.Function):
         """
         matrix, basis, factor, *rest = ctx.saved_tensors
         steps = len(ctx.axes)
-        coordinates, kernels = rest[:steps], [matrix.flatten(1, -2), *(rest[steps:] or [None] * (steps - 1))]
+        grad_rows: Tensor | None = None
+        if grad_basis is not None or grad_factor is not None:
+            with full_precision(basis):
+                grad_rows = rows_gradient(basis, factor, grad_basis, grad_factor).view(ctx.shape)
+        if grad is None:
+            return (None, grad_rows, None) if grad_rows is not None else nothing_for(ctx)
+        coordinates: list[Tensor] = list(rest[:steps])
+        kernels: list[Any] = [matrix.flatten(1, -2), *(rest[steps:] or [None] * (steps - 1))]
+        if is_differentiated():  # who differentiates this again must see how they depend on matrix and frames
+            with full_precision(grad):
+                coordinates, kernels = _grown(matrix, basis, ctx.shape, ctx.axes)[1:]
         each = list(zip(*_frames(basis, ctx.shape), coordinates, kernels, ctx.axes, strict=True))
         done: list[Tensor] = []
         waiting: Any = None
@@ -84,8 +91,63 @@ class _Grow(torch.autograd.Function):
                 else:
                     waiting, done = None, [torch.baddbmm(known, columns.mT, kernel), *done]
             grads = torch.cat(done, 1).unflatten(1, (steps, -1))  # (g, p, h, c)
-            grad_rows = rows_gradient(basis, factor, grads.transpose(0, 1).flatten(0, 1), span_only=True)
-        return grad, grad_rows.view(ctx.shape), None
+            found = rows_gradient(basis, factor, grads.transpose(0, 1).flatten(0, 1), span_only=True).view(ctx.shape)
+        return grad, found if grad_rows is None else found + grad_rows, None
+
+
+class _TransformedGrow(_Grow):
+    """Differentiable in the frames and their factors too."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.shape, ctx.axes = inputs[1].shape, inputs[2]
+        keep(ctx, output, 3, inputs[0])
+        _TransformedGrow.save_for_tangents(ctx, inputs, output)
+
+    @staticmethod
+    def save_for_tangents(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save what ``jvp`` needs: the same as for backward, or vmap would take one for the other."""
+        ctx.save_for_forward(inputs[0], *output[1:])
+        ctx.others = len(output) - 3
+
+    @staticmethod
+    def jvp(ctx: Any, moved_matrix: Tensor | None, moved_rows: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        """Product rule, step by step."""
+        matrix, basis, factor = ctx.saved_tensors[:3]
+        kernel, moved = matrix, torch.zeros_like(matrix) if moved_matrix is None else moved_matrix
+        with full_precision(matrix):
+            if moved_rows is None:
+                moved_basis, moved_factor = torch.zeros_like(basis), torch.zeros_like(factor)
+            else:
+                moved_basis, moved_factor = rows_tangent(basis, factor, moved_rows.reshape(basis.shape))
+            frames, tangents = (each.view(ctx.shape).unbind() for each in (basis, moved_basis))
+            for frame, tangent, axis in zip(frames, tangents, ctx.axes, strict=True):
+                flat, moved_flat = kernel.flatten(1, -2), moved.flatten(1, -2)
+                coordinates = torch.bmm(flat, frame.mT)
+                moved_coordinates = torch.bmm(moved_flat, frame.mT) + torch.bmm(flat, tangent.mT)
+                projected = torch.bmm(coordinates, frame).view(kernel.shape)
+                turned = torch.bmm(moved_coordinates, frame) + torch.bmm(coordinates, tangent)
+                moved = _spread(moved, turned.view(moved.shape), axis + 1)
+                kernel = _spread(kernel, projected, axis + 1)
+            grown = moved.movedim((-2, -1), (1, 2)).contiguous()
+        return grown, moved_basis, moved_factor, *(None,) * ctx.others
+
+
+_Grow.transformed = _TransformedGrow
+_Grow.eager = eager_kind(_Grow, _TransformedGrow)
+
+
+def _grown(
+    matrix: Tensor, basis: Tensor, shape: torch.Size, axes: tuple[int, ...]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The kernel, channels last; the coordinates of each kernel on the way in its frame; and these kernels, flat."""
+    kernel, flats, coordinates = matrix, [], []
+    for frame, turned, axis in zip(*_frames(basis, shape), axes, strict=True):
+        flats.append(kernel.flatten(1, -2))  # (g, taps * n, c)
+        coordinates.append(torch.bmm(flats[-1], turned))
+        projected = torch.bmm(coordinates[-1], frame).view(kernel.shape)
+        kernel = _spread(kernel, projected, axis + 1)
+    return kernel, coordinates, flats
 
 
 def _one_kernel_back(waiting: Tensor, coordinate: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trysquare.linalg.functions import apply_function, backward_of_first, keep
+from trysquare.linalg.functions import apply_function, keep, nothing_for
 
 
 def _swapped(pairs: Tensor, swap: Tensor, dim: int) -> Tensor:
@@ -41,13 +41,12 @@ class _MaxMin(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.dim = inputs[1]
-        keep(ctx, output)
+        keep(ctx, output, 1)
         ctx.save_for_forward(output[1])
 
     @staticmethod
-    @backward_of_first
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _swapped(grad, ctx.saved_tensors[0], ctx.dim), None
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        return nothing_for(ctx) if grad is None else (_swapped(grad, ctx.saved_tensors[0], ctx.dim), None)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: Any) -> tuple[Tensor, None]:

@@ -1,0 +1,148 @@
+"""Derivatives of every layer, method and orthogonalizer with respect to its free tensors, of first and second order.
+
+The oracle is differences of gradients, and of the function, by plain evaluation. Whatever cannot be differentiated
+twice must raise.
+"""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+
+import trysquare as ts
+
+CONV, UP = (lambda **k: ts.OrthoConv2d(2, 4, 3, **k)), (lambda **k: ts.OrthoConvTranspose2d(4, 2, 3, **k))
+MAP, DEEP, LINE = (2, 4, 4), (4, 4, 4), (4, 4)
+CASES = {
+    **{f"method {name}": (lambda n=name: CONV(method=n), MAP) for name in ts.METHODS},
+    **{f"method {name}, transposed": (lambda n=name: UP(method=n), DEEP) for name in ts.METHODS},
+    **{f"orthogonalizer {n}": (lambda n=n: CONV(orthogonalizer=n), MAP) for n in ts.linalg.ORTHOGONALIZERS},
+    **{f"linear {n}": (lambda n=n: ts.OrthoLinear(5, 3, orthogonalizer=n), (5,)) for n in ts.linalg.ORTHOGONALIZERS},
+    **{
+        f"Fourier {name}": (lambda n=name: ts.FourierOrthoConv1d(2, 2, 3, method=n), (2, 4))
+        for name in ("cayley", "lot", "eco")
+    },
+    "OrthoConv1d": (lambda: ts.OrthoConv1d(2, 4, 3, stride=2), (2, 4)),
+    "OrthoConv3d": (lambda: ts.OrthoConv3d(2, 2, 2, groups=1), (2, 2, 2, 2)),
+    "OrthoConv2d": (lambda: ts.OrthoConv2d(4, 3, 3, stride=2, padding_mode="zeros"), DEEP),
+    "OrthoConvTranspose1d": (lambda: ts.OrthoConvTranspose1d(4, 2, 3, stride=2), LINE),
+    "OrthoConvTranspose2d": (lambda: ts.OrthoConvTranspose2d(4, 4, 3, dilation=2, groups=2), DEEP),
+    "OrthoConvTranspose3d": (lambda: ts.OrthoConvTranspose3d(2, 2, 2), (2, 2, 2, 2)),
+    "FourierOrthoConv1d": (lambda: ts.FourierOrthoConv1d(2, 2, 3, stride=2), (2, 4)),
+    "FourierOrthoConvTranspose1d": (lambda: ts.FourierOrthoConvTranspose1d(2, 2, 3), (2, 4)),
+    "OrthoLinear": (lambda: ts.OrthoLinear(3, 5), (3,)),
+    "UnitNormLinear": (lambda: ts.UnitNormLinear(4, 3), (4,)),
+    "SLLBlock1d": (lambda: ts.SLLBlock1d(3), (3, 4)),
+    "SLLLinear": (lambda: ts.SLLLinear(4), (4,)),
+    "CPLBlock1d": (lambda: ts.CPLBlock1d(3), (3, 4)),
+    "CPLLinear": (lambda: ts.CPLLinear(4), (4,)),
+    "SLLAOCBlock1d": (lambda: ts.SLLAOCBlock1d(4, 4), LINE),
+    "SLLAOCBlockTranspose1d": (lambda: ts.SLLAOCBlockTranspose1d(4, 2, stride=2), LINE),
+    "SandwichLinear": (lambda: ts.SandwichLinear(4, 3), (4,)),
+    "SandwichAOCConv1d": (lambda: ts.SandwichAOCConv1d(2, 2), (2, 4)),
+    "SandwichAOCConvTranspose1d": (lambda: ts.SandwichAOCConvTranspose1d(2, 2), (2, 4)),
+    "SandwichConv1d": (lambda: ts.SandwichConv1d(2, 2, 3), (2, 4)),
+    "SandwichConvTranspose1d": (lambda: ts.SandwichConvTranspose1d(2, 2, 3), (2, 4)),
+    "Householder": (lambda: ts.Householder(4), (4,)),
+    "NActivation": (lambda: ts.NActivation(4), (4,)),
+    "LearnableResidual": (lambda: ts.LearnableResidual(ts.OrthoLinear(4, 4), learnable_skip=True), (4,)),
+    "ConvexResidual": (lambda: ts.ConvexResidual(ts.OrthoLinear(4, 4)), (4,)),
+    "L2Residual": (lambda: ts.L2Residual(ts.OrthoLinear(4, 4)), (4,)),
+    "DepthwiseResidualBlock1d": (lambda: ts.DepthwiseResidualBlock1d(4), LINE),
+    "BatchCentering": (lambda: ts.BatchCentering(4).eval(), (4,)),
+    "LayerCentering": (lambda: ts.LayerCentering(4), (4,)),
+}
+
+
+def problem(name):
+    """A function of all free tensors of a layer in one vector, and a point and a direction."""
+    make, shape = CASES[name]
+    torch.manual_seed(0)
+    layer = make().double()
+    shapes = {key: value.shape for key, value in layer.named_parameters()}
+    point = torch.cat([value.detach().reshape(-1) for value in layer.parameters()])
+    point = point + 0.1 * torch.randn_like(point)
+    x = torch.randn(2, *shape, dtype=torch.float64)
+
+    def function(vector):
+        parts = vector.split([s.numel() for s in shapes.values()])
+        free = {key: part.view(s) for (key, s), part in zip(shapes.items(), parts, strict=True)}
+        y = functional_call(layer, free, (x,))
+        return (y.sin() * torch.linspace(0.3, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum()
+
+    return function, point, torch.randn_like(point)
+
+
+def gradient(function, point):
+    point = point.clone().requires_grad_()
+    return torch.autograd.grad(function(point), point)[0]
+
+
+def twice(function, point, direction):
+    point = point.clone().requires_grad_()
+    (first,) = torch.autograd.grad(function(point), point, create_graph=True)
+    return torch.autograd.grad(first @ direction, point)[0]
+
+
+def forward_over_reverse(function, point, direction):
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(point.clone().requires_grad_(), direction)
+        (first,) = torch.autograd.grad(function(dual), dual)
+        return forward_ad.unpack_dual(first).tangent
+
+
+SECOND = {
+    "grad of grad": twice,
+    "functional.hvp": lambda f, p, d: torch.autograd.functional.hvp(f, p, d)[1],
+    "functional.hessian": lambda f, p, d: torch.autograd.functional.hessian(f, p) @ d,
+    "func.hessian": lambda f, p, d: torch.func.hessian(f)(p) @ d,
+    "func.jvp of grad": lambda f, p, d: torch.func.jvp(torch.func.grad(f), (p,), (d,))[1],
+    "func.grad of grad": lambda f, p, d: torch.func.grad(lambda q: torch.func.grad(f)(q) @ d)(p),
+    "forward over reverse": forward_over_reverse,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_second_derivatives(name):
+    function, point, direction = problem(name)
+    step = 1e-5
+    slopes = [gradient(function, point + side * step * direction) for side in (1, -1)]
+    expected = (slopes[0] - slopes[1]) / (2 * step)
+    size = float(expected.abs().max())
+    for way, compute in SECOND.items():
+        found = compute(function, point, direction)
+        assert torch.allclose(found, expected, rtol=0, atol=1e-6 * max(size, 1e-2)), way
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_first_derivatives_in_forward_mode(name):
+    function, point, direction = problem(name)
+    expected = float(gradient(function, point) @ direction)
+    assert float(torch.func.jvp(function, (point,), (direction,))[1]) == pytest.approx(expected, abs=1e-9)
+    with forward_ad.dual_level():
+        dual = function(forward_ad.make_dual(point, direction))
+        assert float(forward_ad.unpack_dual(dual).tangent) == pytest.approx(expected, abs=1e-9)
+
+
+def test_every_layer_with_free_tensors_has_a_case():
+    for name in ts.__all__:
+        thing = getattr(ts, name)
+        if not (inspect.isclass(thing) and issubclass(thing, nn.Module)) or name in CASES:
+            continue
+        bases = [base.__name__ for base in thing.__mro__]
+        # Other dimensions and the plain names of a family are the same code.
+        family = [base.rstrip("123d") for base in bases]
+        known = {case.rstrip("123d") for case in CASES}
+        assert name.rstrip("123d") in known or set(family) & known or not _has_free_tensors(thing), name
+
+
+def _has_free_tensors(cls):
+    for args in ((), (4,), (4, 4), (4, 4, 3), (nn.Identity(),), (2,)):
+        try:
+            return any(True for _ in cls(*args).parameters())
+        except (TypeError, ValueError):
+            continue
+    return True
