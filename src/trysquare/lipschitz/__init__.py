@@ -162,7 +162,7 @@ def analyse(model: nn.Module, input_shape: InputShape, *, compare: bool = True) 
                 f"{class_name(model)} moves or mixes the samples of a batch: it returns {tuple(labels.shape)} for a "
                 f"batch of {BATCH}"
             )
-    bounds, gains = [], dict[int, float]()
+    places, gains = [], dict[int, float]()
     for sample in range(BATCH):
         alone = torch.arange(BATCH) == sample
         chosen = [alone.double().view(-1, *(1,) * (labels.ndim - 1)).expand(labels.shape) for labels in graph.outputs]
@@ -171,9 +171,13 @@ def analyse(model: nn.Module, input_shape: InputShape, *, compare: bool = True) 
             raise NoRuleError(
                 f"{class_name(model)} mixes the samples of a batch: what it returns for one depends on the others"
             )
-        bounds.append(math.sqrt(max(float(w[alone].max()) for w in weights)))
+        places.append(torch.cat([w[alone].flatten() for w in weights]))
         gains = {call: max(gain, gains.get(call, 0.0)) for call, gain in seen.items()}
-    bound = walk.rounded_up(min(max(bounds), walk.bound(graph.outputs)))
+    if not all(torch.allclose(each, places[0], rtol=1e-6, atol=0.0) for each in places):
+        raise NoRuleError(
+            f"{class_name(model)} moves or mixes the samples of a batch: it amplifies more in one place than in another"
+        )
+    bound = walk.rounded_up(min(math.sqrt(max(float(each.max()) for each in places)), walk.bound(graph.outputs)))
     found = Analysis(bound, graph, walk, gains)
     if compare:
         with unchanged(model):

@@ -267,13 +267,13 @@ def _branch(labels: Tensor, calls: Calls) -> _Branch | None:
     before, ahead_of, first = ahead
     scales = [_by_channel(after, hidden, second), _by_channel(ahead_of, before, second)]
     alike = first.op in _LINEAR and (first.op == "convolution") == (second.op == "convolution")
-    if not alike or any(scale is None for scale in scales):
+    if not alike or scales[0] is None or scales[1] is None or scales[0].shape != scales[1].shape:
         return None
     # Values that the second map reads, in the order in which the activation made them.
     made = torch.arange(activation.start, activation.start + given.numel(), dtype=torch.float64).view(given.shape)
     if not torch.equal(_source_values(hidden), _source_values(made)) or bool((before == 0).any()):
         return None
-    total = scales[0] * scales[1] * slope  # type: ignore[operator]
+    total = scales[0] * scales[1] * slope
     parts += [second, activation, first]
     unique = list({id(part): part for part in parts}.values())
     return _Branch(second, target, hidden, made, before, first, float(factors.reshape(-1)[0]), total, unique)

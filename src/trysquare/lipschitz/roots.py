@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trysquare.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.lipschitz.rules import RULES, Rule, Weights, largest, readings, size_of
 from trysquare.lipschitz.trace import Calls, Node, Value
 
@@ -144,8 +145,13 @@ def _factors(step: Node) -> list[tuple[Value, Any]]:
 
 
 def _root_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+    """The root itself."""
+    return 16 * UNIT_ROUNDOFF * size_of(out[0])
+
+
+def _root_errors(args: dict[str, Any], out: list[Tensor]) -> float:
     """Sums of squares have small relative errors, whatever they add up; squares below 2^-1022 vanish."""
     return _RELATIVE_ERROR * size_of(out[0]) + 2.0**-500 * math.sqrt(out[0].numel())
 
 
-RULES["root"] = Rule(root_weights, rounding=_root_rounding)
+RULES["root"] = Rule(root_weights, rounding=_root_rounding, jumps=_root_errors)

@@ -51,7 +51,7 @@ class Rule:
         isometric: whether it keeps lengths.
         rounding: from the arguments and results in float64 to a bound on the norm of their rounding errors; none if
             results are exact.
-        jumps: the same for jumps of the function itself, which no dtype makes smaller.
+        jumps: the same for what does not grow with the unit roundoff of the dtype, such as jumps of the function.
     """
 
     weights: Callable[[Node, list[Tensor]], Weights]
