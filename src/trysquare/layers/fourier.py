@@ -20,7 +20,7 @@ from trysquare.linalg.fourier import (
     orthogonal_response,
     wide_sizes,
 )
-from trysquare.linalg.precision import at_least_float32
+from trysquare.linalg.precision import at_least_float32, protected
 from trysquare.naming import pick, refuse_arguments
 from trysquare.parametrizations import METHODS
 from trysquare.parametrizations.base import random_orthonormal
@@ -197,7 +197,7 @@ class _FourierConvolution(ImageSized):
 
     def _built(self, sizes: Sizes) -> Tensor:
         exact = self.weight.to(at_least_float32(self.weight.dtype))
-        return orthogonal_response(exact, sizes, self.dilation, self.method)
+        return protected(lambda free: orthogonal_response(free, sizes, self.dilation, self.method), [exact])
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Apply the convolution, or its adjoint, to ``(b, in_channels, *sizes)``, or without the batch.

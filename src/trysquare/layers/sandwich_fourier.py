@@ -16,7 +16,7 @@ from trysquare.layers.base import keeping_precision
 from trysquare.layers.fourier import ImageSized, Size, plain_layer
 from trysquare.linalg.fourier import apply_response, of_response
 from trysquare.linalg.orthogonalize import cayley_rows
-from trysquare.linalg.precision import at_least_float32, full_precision
+from trysquare.linalg.precision import at_least_float32, full_precision, protected
 from trysquare.linalg.rescaling import limited, positive
 from trysquare.linalg.sandwich import sandwich_pair
 from trysquare.parametrizations.upkeep import Caching
@@ -82,13 +82,15 @@ class FrequencyResponse(Caching):
         return (plain, strided) if self.transposed else (strided, plain)
 
     def _built(self, sizes: Sizes) -> Tensor:
-        with full_precision(self.free):
-            bounded = limited(self.free, _MOST, dims=len(sizes))
-            return of_response(self._pair, bounded, sizes, self.dilation)
+        def build(free: Tensor, free_psi: Tensor) -> Tensor:
+            bounded = limited(free, _MOST, dims=len(sizes))
+            return of_response(lambda blocks: self._pair(blocks, free_psi), bounded, sizes, self.dilation)
 
-    def _pair(self, blocks: Tensor) -> Tensor:
+        return protected(build, [self.free, self.free_psi])
+
+    def _pair(self, blocks: Tensor, free_psi: Tensor) -> Tensor:
         b, a = self._ordered(cayley_rows(blocks))
-        before, after = sandwich_pair(a, b, self.psi)
+        before, after = sandwich_pair(a, b, positive(free_psi).unsqueeze(-1))
         return torch.cat((before, after) if self.transposed else (after, before), -1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

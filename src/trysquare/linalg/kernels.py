@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trysquare.linalg.precision import full_precision
+from trysquare.linalg.precision import full_precision, is_reduced
 
 _FEW_TAPS = 4
 _FULL_CONVOLUTION = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -83,7 +83,8 @@ def _compose_blocks(after: Tensor, before: Tensor) -> Tensor:
     k, size = after.shape[3:], before.shape[3:]
     if not k:
         return torch.bmm(after, before)
-    if len(k) > len(_FULL_CONVOLUTION) or min(k.numel(), size.numel()) <= _FEW_TAPS:
+    few = len(k) > len(_FULL_CONVOLUTION) or min(k.numel(), size.numel()) <= _FEW_TAPS
+    if few or is_reduced(after.device.type, "conv"):  # graphics cards convolve with fewer digits by default
         return compose_by_taps(after, before)
     return compose_by_convolution(after, before)
 

@@ -2,13 +2,142 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from trysquare.linalg.functions import is_differentiated
 
 _NOTHING = nullcontext()
+
+
+# -- products of float32 matrices in TF32 or bfloat16, which a user may have switched on
+
+# Backends that have a switch, and which one computes on a device. Before torch 2.9 there is one switch for all.
+_SWITCHES = ("cuda", "mkldnn") if hasattr(torch._C, "_get_fp32_precision_getter") else ()
+_OF_DEVICE = {"cpu": "mkldnn", "cuda": "cuda", "xpu": "mkldnn"}
+
+
+def _switch(backend: str, operation: str) -> str:
+    return torch._C._get_fp32_precision_getter(backend, operation)  # type: ignore[attr-defined,no-any-return]
+
+
+def _set_switch(backend: str, operation: str, precision: str) -> None:
+    torch._C._set_fp32_precision_setter(backend, operation, precision)  # type: ignore[attr-defined]
+
+
+def is_reduced(device: str, operation: str = "matmul") -> bool:
+    """Whether torch may compute float32 products (or convolutions, ``"conv"``) on a device with fewer digits."""
+    backend = _OF_DEVICE.get(device)
+    if backend is None:
+        return False
+    if not _SWITCHES:
+        return torch.get_float32_matmul_precision() != "highest"
+    own = _switch(backend, operation)
+    return (own if own != "none" else _switch(backend, "all")) in ("tf32", "bf16")
+
+
+is_reduced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # asked when a graph is traced, which has a guard
+
+
+def _older_switch() -> str | None:
+    """The switch that there was before each backend had its own; ``None`` if these were thrown without it."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch refuses to say where older and newer ones disagree
+        return None
+
+
+class _FullProducts:
+    """Switches products to IEEE float32, for all threads that are inside, and back when the last of them leaves.
+
+    The switches belong to the process. So the first one to enter keeps what the user had, and what was switched by
+    somebody else in the meantime stays as it is.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.inside = 0
+        self._before: tuple[str | None, dict[str, str]] = (None, {})
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self.inside:
+                self._before = _older_switch(), {backend: _switch(backend, "matmul") for backend in _SWITCHES}
+                # The older one first: torch refuses to compute where it and the newer ones disagree.
+                if self._before[0] is not None:
+                    torch.set_float32_matmul_precision("highest")
+                for backend in _SWITCHES:
+                    _set_switch(backend, "matmul", "ieee")
+            self.inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.inside -= 1
+            untouched = all(_switch(backend, "matmul") == "ieee" for backend in _SWITCHES)
+            if not self.inside and untouched:
+                older, newer = self._before
+                if older is not None:
+                    torch.set_float32_matmul_precision(older)
+                for backend, precision in newer.items():
+                    _set_switch(backend, "matmul", precision)
+
+
+_FULL_PRODUCTS = _FullProducts()
+
+
+def _user_reduces(tensor: Tensor) -> bool:
+    """Whether products on the device of ``tensor`` have fewer digits unless they are protected."""
+    # While another thread is inside, the switches do not say what the user has chosen.
+    return is_reduced(tensor.device.type) or (not torch.compiler.is_compiling() and _FULL_PRODUCTS.inside > 0)
+
+
+def protected(build: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """``build(*tensors)`` in full precision, in backward too, whatever the user has switched on.
+
+    In a compiled graph, which cannot throw switches, in float64.
+    """
+    reduced = tensors[0].dtype != torch.float64 and _user_reduces(tensors[0])
+    if reduced and torch.compiler.is_compiling():
+        dtype = tensors[0].dtype
+        return protected(build, [tensor.double() for tensor in tensors]).to(dtype)
+    # Transforms and forward mode have no backward that could be told apart from the user's.
+    tangents = reduced and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
+    if reduced and not tangents and torch.is_grad_enabled():
+        return _Protected.apply(build, *tensors)  # type: ignore[no-any-return]
+    with full_precision(tensors[0]):
+        return build(*tensors)
+
+
+class _Protected(torch.autograd.Function):
+    """A function with a graph of its own, which backward walks with the switches thrown."""
+
+    @staticmethod
+    def forward(ctx: Any, build: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        with full_precision(tensors[0]), torch.enable_grad():
+            ctx.copies = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+            ctx.result = build(*ctx.copies)
+        ctx.build = build
+        ctx.save_for_backward(*tensors)
+        return ctx.result.detach()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        again = is_differentiated()
+        with full_precision(grad), torch.enable_grad():
+            inputs = ctx.saved_tensors if again else ctx.copies
+            result = ctx.build(*inputs) if again else ctx.result
+            wanted = [tensor for tensor in inputs if tensor.requires_grad]
+            grads = torch.autograd.grad(
+                result, wanted, grad, create_graph=again, retain_graph=True, allow_unused=True
+            )  # fmt: skip
+        found = iter(grads)
+        return None, *(next(found) if tensor.requires_grad else None for tensor in inputs)
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
@@ -26,8 +155,18 @@ def as_autocast(tensor: Tensor) -> Tensor:
 
 
 def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Context in which autocast does not touch the operations on ``tensor``'s device."""
-    return _NOTHING if autocast_dtype(tensor) is None else torch.autocast(tensor.device.type, enabled=False)
+    """Context in which neither autocast nor the switches for fast products touch the operations on ``tensor``'s device.
+
+    In a compiled graph only autocast, which is a part of it; see ``protected``.
+    """
+    device = tensor.device.type
+    plain = _NOTHING if autocast_dtype(tensor) is None else torch.autocast(device, enabled=False)
+    if torch.compiler.is_compiling() or not _user_reduces(tensor):
+        return plain
+    stack = ExitStack()
+    stack.enter_context(_FULL_PRODUCTS)
+    stack.enter_context(plain)
+    return stack
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from trysquare.geometry import Sizes
-from trysquare.linalg.precision import at_least_float32, full_precision
+from trysquare.linalg.precision import at_least_float32, full_precision, protected
 from trysquare.parametrizations.search import search_free_tensors
 from trysquare.parametrizations.upkeep import Caching, WeightCache, tend
 from trysquare.progress import track
@@ -139,9 +139,8 @@ class Parametrization(Caching, ABC):
                 tensor.copy_(better)
 
     def _built(self, free: Sequence[Tensor]) -> Tensor:
-        with full_precision(free[0]):
-            exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]
-            return self.build(*exact).to(self.like.dtype)
+        exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]
+        return protected(self.build, exact).to(self.like.dtype)
 
     def attach(self, module: nn.Module, name: str) -> None:
         """Make ``module.name`` this function of freshly drawn free tensors."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from trysquare.geometry import ConvGeometry, Sizes, positive
 from trysquare.linalg.kernels import adjoint, compose, exponential_kernel
 from trysquare.linalg.norms import kernel_norm_bound
-from trysquare.linalg.precision import at_least_float32, full_precision
+from trysquare.linalg.precision import at_least_float32, protected
 from trysquare.parametrizations.composed import Composed
 from trysquare.parametrizations.upkeep import WeightCache
 
@@ -152,15 +152,18 @@ class SOC(Composed):
         which is the identity if there is none; the other way round where the weight is built from its adjoint.
         """
         self._be_tended()
-        with full_precision(free[0]):
-            exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]
-            skew = self._from(self._factors["skew"], lambda: self._blocks(self.skew(exact[-1])), free)
-            if not self._matrix_count:
-                return None, skew
-            matrix = self._from(
-                self._factors["matrix"], lambda: self._blocks(_taps_last(self._split_taps(self.matrix(exact[0])))), free
-            )
-            return matrix, skew
+        exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]
+        skew = self._from(self._factors["skew"], lambda: protected(self._skew_blocks, exact[-1:]), free)
+        if not self._matrix_count:
+            return None, skew
+        matrix = self._from(self._factors["matrix"], lambda: protected(self._matrix_blocks, exact[:1]), free)
+        return matrix, skew
+
+    def _skew_blocks(self, free: Tensor) -> Tensor:
+        return self._blocks(self.skew(free))
+
+    def _matrix_blocks(self, free: Tensor) -> Tensor:
+        return self._blocks(_taps_last(self._split_taps(self.matrix(free))))
 
     def forget(self) -> None:
         """Build anew next time, the factors too."""
