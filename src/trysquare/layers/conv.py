@@ -22,7 +22,7 @@ from trysquare.layers.base import ParametrizedWeight, check_dtype, copy_weights,
 from trysquare.layers.explicit import Application
 from trysquare.layers.padding import CONV, PLAIN_CONV, crops, crops_for, flat, native_crop, symmetric
 from trysquare.layers.series import Series
-from trysquare.layers.wrapping import circular_convolution, circular_pad
+from trysquare.layers.wrapping import circular_convolution, circular_pad, in_format_of
 from trysquare.linalg.orthogonalize import orthogonalizer as find_orthogonalizer
 from trysquare.linalg.precision import as_autocast
 from trysquare.parametrizations import find_method
@@ -320,7 +320,7 @@ class _Convolution(_OrthogonalConvolution):
         """
         self._check_axes(input)
         if self._goes_by_series():
-            return self._apply_series(input)
+            return in_format_of(input, self._apply_series(input))
         if self.padding_mode == "circular":
             return self._convolve_around(input)
         if isinstance(self.padding, tuple):
@@ -337,7 +337,7 @@ class _Convolution(_OrthogonalConvolution):
         if not self._needs_padding:
             return self._convolve(input, 0)
         if not within_a_period:
-            return self._convolve(circular_pad(input, self._pads), 0)
+            return self._convolve(in_format_of(input, circular_pad(input, self._pads)), 0)
         weight, bias = self._current_weight(), self.bias
         return circular_convolution(input, weight, bias, self._flat_pads, self.stride, self.dilation, self.groups)
 
@@ -430,8 +430,8 @@ class _TransposedConvolution(_OrthogonalConvolution):
             cut = crops_for(self.geometry, self._pads, self.padding_mode, sizes, output_size)
             application = replace(application, pads=cut)
         if application.pads == self._pads and self._goes_by_series():
-            return self._apply_series(input)
-        return application(input, self._current_weight(), self.bias)
+            return in_format_of(input, self._apply_series(input))
+        return in_format_of(input, application(input, self._current_weight(), self.bias))
 
     def adjoint(self) -> Any:
         """The convolution, without bias, that this layer is the adjoint of; shares the free tensors.

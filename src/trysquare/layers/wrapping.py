@@ -14,6 +14,18 @@ from trysquare.linalg.functions import apply_function
 from trysquare.linalg.precision import as_autocast, full_precision
 
 
+def in_format_of(x: Tensor, y: Tensor) -> Tensor:
+    """``y`` with channels last in memory, if that is how ``x`` is."""
+    if x.is_contiguous() or y.ndim not in (4, 5) or x.ndim != y.ndim:
+        return y
+    last = torch.channels_last if y.ndim == 4 else torch.channels_last_3d
+    return y.contiguous(memory_format=last) if x.is_contiguous(memory_format=last) else y
+
+
+def _around(x: Tensor, pads: list[int]) -> Tensor:
+    return in_format_of(x, F.pad(x, pads, mode="circular"))
+
+
 def circular_pad(x: Tensor, pads: Pads) -> Tensor:
     """Extend the last axes of ``x`` periodically, by any amount.
 
@@ -45,7 +57,7 @@ class _CircularConvolution(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, pads: list[int], numbers: tuple[Any, ...]) -> Tensor:
-        return CONV[x.ndim - 2](F.pad(x, pads, mode="circular"), weight, bias, *numbers)
+        return CONV[x.ndim - 2](_around(x, pads), weight, bias, *numbers)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -63,7 +75,7 @@ class _CircularConvolution(torch.autograd.Function):
         wanted = [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
         wanted += [False] * (3 - len(wanted))
         grad_x, *others = torch.ops.aten.convolution_backward(
-            grad, F.pad(x, ctx.pads, mode="circular"), weight, ctx.bias_shape,
+            grad, _around(x, ctx.pads), weight, ctx.bias_shape,
             stride, padding, dilation, False, padding, groups, wanted,
         )  # fmt: skip
         return _folded(grad_x, ctx.pads, x.shape) if wanted[0] else None, *others, None, None
@@ -98,7 +110,7 @@ def circular_convolution(
     """
     numbers = stride, [0] * len(stride), dilation, groups
     if not _is_for_training(x, weight):
-        return CONV[len(stride)](F.pad(x, pads, mode="circular"), weight, bias, *numbers)
+        return CONV[len(stride)](_around(x, pads), weight, bias, *numbers)
     x, weight, bias = (_ready(tensor) for tensor in (x, weight, bias))
     with full_precision(x):
         return apply_function(_CircularConvolution, x, weight, bias, pads, numbers)  # type: ignore[no-any-return]

@@ -140,7 +140,7 @@ class Parametrization(Caching, ABC):
 
     def _built(self, free: Sequence[Tensor]) -> Tensor:
         exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]
-        return protected(self.build, exact).to(self.like.dtype)
+        return _plainly_laid_out(protected(self.build, exact).to(self.like.dtype))
 
     def attach(self, module: nn.Module, name: str) -> None:
         """Make ``module.name`` this function of freshly drawn free tensors."""
@@ -202,6 +202,16 @@ class Parametrization(Caching, ABC):
     @abstractmethod
     def weight_shape(self) -> tuple[int, ...]:
         """Shape of the weight."""
+
+
+def _plainly_laid_out(weight: Tensor) -> Tensor:
+    """The same with the strides of a new tensor: torch takes others of axes of size 1 for channels last."""
+    step = 1
+    for size, stride in zip(reversed(weight.shape), reversed(weight.stride()), strict=True):
+        if stride != step:
+            return weight.flatten().view(weight.shape)
+        step *= size
+    return weight
 
 
 def random_orthonormal(*shape: int) -> Tensor:

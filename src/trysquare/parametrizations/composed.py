@@ -112,6 +112,9 @@ class Composed(Parametrization):
         if any(missing):
             pads = [pad for gap in reversed(missing) for pad in (gap // 2, gap - gap // 2)]
             kernel = F.pad(kernel, [0, 0, 0, 0, *pads])
+        groups, *taps, rows, columns = kernel.shape
+        if prod(taps) == 1:  # nothing moves, and the strides stay those of a new tensor
+            return kernel.reshape(groups, rows, columns, *taps)
         return kernel.movedim((-2, -1), (1, 2))
 
     def _uncentred(self, kernel: Tensor) -> Tensor:
