@@ -585,7 +585,7 @@ def test_models_that_cannot_be_certified():
         ts.certify(nn.Sequential(nn.Linear(6, 3), nn.LayerNorm(3)), (IMAGES, LABELS))
     broken = nn.Linear(6, 3)
     broken.bias.data[0] = math.nan
-    with pytest.raises(ValueError, match="4 samples are not finite"):
+    with pytest.raises(ValueError, match="not finite"):
         ts.certify(broken, (IMAGES, LABELS))
 
 

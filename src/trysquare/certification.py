@@ -122,6 +122,7 @@ def _radii(margins: Tensor, distances: Tensor, lipschitz: float, labels: Tensor,
     radii = (fraction * 2.0**half * 2.0 ** (exponents - half)).clamp_max(sys.float_info.max)
     radii = torch.where(radii > 0, torch.nextafter(radii, torch.zeros_like(radii)), radii)
     still = torch.where(margins > 0, math.inf, 0.0).to(radii.dtype)
+    radii = torch.where(distances.isinf() | (torch.as_tensor(lipschitz) == math.inf), 0.0, radii)
     return torch.where(moves, radii, still).scatter(-1, labels.unsqueeze(-1), math.inf).amin(-1).clamp_min(0.0)
 
 
@@ -175,7 +176,8 @@ def _norms_up(vectors: Tensor) -> Tensor:
     largest = vectors.abs().amax(-1, keepdim=True)
     unit = vectors / torch.where(largest > 0, largest, 1.0)
     norms = torch.linalg.vector_norm(unit, dim=-1) * largest.squeeze(-1)
-    return norms * (1 + (vectors.shape[-1] + 16) * UNIT_ROUNDOFF)
+    norms = norms * (1 + (vectors.shape[-1] + 16) * UNIT_ROUNDOFF)
+    return torch.where(largest.squeeze(-1).isinf(), math.inf, norms)  # a difference that is no float64 any more
 
 
 @dataclass(frozen=True, eq=False)

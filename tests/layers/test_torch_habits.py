@@ -152,6 +152,8 @@ class TestCache:
         layer = make().eval()
         with torch.no_grad():
             layer.weight.zero_()
+            with pytest.raises(RuntimeError, match="no effect"):
+                layer.weight  # noqa: B018
             torch.testing.assert_close(layer.weight, fresh(layer))
 
     def test_inference_mode_then_gradients_of_the_input(self, make):

@@ -320,12 +320,14 @@ class _Convolution(_OrthogonalConvolution):
         """
         self._check_axes(input)
         if self._goes_by_series():
-            return in_format_of(input, self._apply_series(input))
-        if self.padding_mode == "circular":
-            return self._convolve_around(input)
-        if isinstance(self.padding, tuple):
-            return self._convolve(input, self.padding)
-        return self._convolve(F.pad(input, self._flat_pads), 0)
+            made = self._apply_series(input)
+        elif self.padding_mode == "circular":
+            made = self._convolve_around(input)
+        elif isinstance(self.padding, tuple):
+            made = self._convolve(input, self.padding)
+        else:
+            made = self._convolve(F.pad(input, self._flat_pads), 0)
+        return in_format_of(input, made)
 
     def _convolve_around(self, input: Tensor) -> Tensor:  # noqa: A002
         """With circular padding; kept short, because an eval pass must cost what torch's own does."""

@@ -152,6 +152,8 @@ def analyse(model: nn.Module, input_shape: InputShape, *, compare: bool = True) 
     like = input_like(model)
     with unchanged(model):
         graph = _traced(model, shapes, like)
+    if not sum(labels.numel() for labels in graph.outputs) and not graph.outputs == []:
+        raise ValueError(f"{class_name(model)} returns no numbers for an input of shape {input_shape}")
     walk = Walk(graph)
     walk.forward()
     if graph.tokens and any(_is_input(labels, graph) for labels in graph.outputs):
@@ -246,6 +248,11 @@ def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> No
     inputs = random_inputs(found.graph, shapes, like, _OTHER_BATCH)
     exact_model = ExactEvaluation(model, found.graph, found.gains, same_constants=True)
     followed, error = exact_model(inputs)
+    if found.graph.sequence and exact_model.sequence != found.graph.sequence:
+        raise NoRuleError(
+            f"{class_name(model)} copies memory in one pass and shares it in another, by its layout, or makes other "
+            "calls for another batch: it cannot be followed; write with clone() what is to be a copy"
+        )
     short = max((like.dtype, autocast_dtype(like) or like.dtype), key=lambda dtype: torch.finfo(dtype).eps)
     rounding = (error - exact_model.jumps) * torch.finfo(short).eps / torch.finfo(torch.float64).eps + exact_model.jumps
 

@@ -384,7 +384,7 @@ def _placed(node: Node, source: Tensor, target: Tensor, reads: Tensor | None = N
     if source.ndim != reads.ndim or target.ndim != made.ndim:
         return None
     inside, outside = _offset(reads, source), _offset(target, made)
-    if inside is None or outside is None or outside[1] or max(outside[0]) > 0:
+    if inside is None or outside is None or outside[1] or not _is_crop(outside[0], target, made):
         return None
     lefts, wraps = inside
     if any(left < 0 or left + n > size for left, n, size in zip(lefts, source.shape[2:], reads.shape[2:], strict=True)):
@@ -407,10 +407,16 @@ def _placed(node: Node, source: Tensor, target: Tensor, reads: Tensor | None = N
     cuts = [p + c for p, c in zip(padding, crops, strict=True)]
     start = tuple(s * left - cut for s, left, cut in zip(stride, lefts, cuts, strict=True))
     around = [w == s * n for n, s, w in zip(sizes, stride, windows, strict=True)]
+    around.append(wraps or reads.shape == source.shape)  # and not zeros around it
     for e, s, cut, size, w in zip(extent, stride, cuts, reads.shape[2:], windows, strict=True):
         around += [cut >= e - s, (size - 1) * s + e - cut - w >= e - s]
     back = LatticeMap(kernel, stride, dilation, node.args["groups"], start)
     return _Placed(back, True, all(around), not wraps, windows, sizes)
+
+
+def _is_crop(lefts: list[int], part: Tensor, whole: Tensor) -> bool:
+    sizes = zip(lefts, part.shape[2:], whole.shape[2:], strict=True)
+    return all(left <= 0 and size - left <= n for left, size, n in sizes)
 
 
 def _rows(labels: Tensor) -> Tensor:

@@ -53,8 +53,8 @@ class Evaluator(Shadow):
         self, model: nn.Module, dtype: torch.dtype, is_leaf: Callable[[nn.Module], bool],
         observe: Callable[[str, dict[str, Any], list[Tensor]], None],
     ) -> None:  # fmt: skip
-        super().__init__(model, dtype)
-        self.is_leaf, self.observe = is_leaf, observe
+        super().__init__(model, dtype, is_leaf)
+        self.observe = observe
         self.kept: dict[Any, tuple[Tensor, Tensor]] = {}  # parameters in float64
         self.dtypes: dict[Any, Any] = {}  # of what calls return
 
@@ -90,12 +90,14 @@ class Evaluator(Shadow):
 
     def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call a module, and observe it if it is a leaf."""
-        inputs = [self.payload(arg) for arg in args]
-        leaf = not kwargs and args and all(part is not None for part in inputs) and self.is_leaf(module)
-        self.inside += bool(leaf)
+        leaf = self.keeps_whole(module, args, kwargs)
+        inputs = [part for arg in args if (part := self.payload(arg)) is not None] if leaf else []
+        self.inside += leaf
         result = super().call_module(module, args, kwargs)
-        self.inside -= bool(leaf)
-        if leaf and (made := self.payload(result)) is not None:
+        self.inside -= leaf
+        made = self.payload(result) if leaf else None
+        shared = {part.untyped_storage()._cdata for part in inputs}
+        if made is not None and made.untyped_storage()._cdata not in shared:
             self.observe("leaf", {str(i): part for i, part in enumerate(inputs)}, [made])
         return result
 
@@ -126,7 +128,7 @@ class Evaluator(Shadow):
             exact = (exact[0].contiguous(memory_format=torch.channels_last), *exact[1:])
         result = func(*exact, **options)
         if op == "convolution":
-            result = result.contiguous()  # as the labels are: what torch calls next may depend on it
+            result = result.contiguous().flatten().view(result.shape)  # what torch calls next may depend on strides
         names = [argument.name for argument in func._schema.arguments]
         tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
         self.observe(op, dict(zip(names, exact, strict=False)) | options, tensors)
@@ -194,6 +196,7 @@ class ExactEvaluation:
         self.dtype = input_like(model).dtype
         self.kept: dict[Any, Any] = {}
         self.dtypes: dict[Any, Any] = {}
+        self.sequence: list[str] = []  # of the calls for the last batch
         self.jumps = 0.0  # of the error of the last batch, what jumps of functions add
 
     def __call__(self, inputs: Tensor) -> tuple[Any, float]:
@@ -220,6 +223,7 @@ class ExactEvaluation:
         evaluator = Evaluator(self.model, self.dtype, is_leaf, observe)
         evaluator.kept, evaluator.dtypes = self.kept, self.dtypes
         result = evaluator.evaluate(inputs)
+        self.sequence = evaluator.sequence
         return result, error * (1 + 1e-9)
 
     def _contribution(self, node: Node, args: dict[str, Any], out: list[Tensor]) -> float:

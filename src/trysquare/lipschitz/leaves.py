@@ -113,7 +113,33 @@ def _asked(node: Node) -> list[float]:
     constants = [float(c) for c in answer] if isinstance(answer, Sequence) else [float(answer)] * len(shapes)
     if len(constants) != len(shapes) or not all(constant >= 0 for constant in constants):
         raise ValueError(f"its rule gave {constants}, which is not a Lipschitz constant for each input")
+    if any(cls.__module__.startswith("trysquare.") for cls in type(module).__mro__):
+        _refuse_steeper(module, shapes, constants, node.args["dtype"])
     return constants
+
+
+@torch.no_grad()
+def _refuse_steeper(module: nn.Module, shapes: list[Any], constants: list[float], dtype: torch.dtype) -> None:
+    """Refuse a block of ours that a few random inputs show not to be what its theorem is about.
+
+    ``as_defined`` compares its methods; somebody may have changed what these call.
+    """
+    generator = torch.Generator().manual_seed(0)
+    like = next(module.parameters(), torch.empty(0, dtype=dtype))
+    points = [torch.randn(2 * _PAIRS, *shape, generator=generator).to(like.device, dtype) for shape in shapes]
+    for scale in (1.0, 0.01):
+        pairs = [torch.cat([p[:_PAIRS], p[:_PAIRS] + scale * p[_PAIRS:]]) for p in points]
+        values = module(*pairs).double().flatten(1)
+        change = (values[_PAIRS:] - values[:_PAIRS]).norm(dim=1)
+        moved = [(p[_PAIRS:] - p[:_PAIRS]).double().flatten(1).norm(dim=1) for p in pairs]
+        allowed = sum(c * m for c, m in zip(constants, moved, strict=True))
+        rounding = 64 * torch.finfo(dtype).eps * (values.norm(dim=1)[:_PAIRS] + 1)
+        if bool((change > 1.01 * allowed + rounding).any()):
+            raise NoRuleError("it computes something else than its class does: a function that it calls was replaced")
+
+
+# Of random inputs.
+_PAIRS = 4
 
 
 def leaf_terms(node: Node) -> list[tuple[Value, float]]:

@@ -38,7 +38,7 @@ def recognised(nodes: list[Node], blocks: bool = True) -> tuple[list[Node], dict
 
     Args:
         nodes: in the order in which they ran.
-        blocks: whether to look for blocks too, which are not what their parts are.
+        blocks: whether to look for what is bounded as a whole, and not as its parts are.
     """
     calls = Calls(nodes)
     made: list[Node] = []
@@ -46,7 +46,7 @@ def recognised(nodes: list[Node], blocks: bool = True) -> tuple[list[Node], dict
     firsts: dict[tuple[str, int], list[int]] = {}  # first calls of possible pairs, by name and first label
     for original in nodes:
         node = _as_extremum(original, calls) if original.op == "where" else original
-        node = _as_centering(node, calls) if node.op == "sub" else node
+        node = _as_centering(node, calls) if node.op == "sub" and blocks else node
         node = as_root(node, calls) if node.op in ("sqrt", "pow") else node
         node = as_block(node, calls) if blocks else node
         other, both = _PAIRS.get(node.op, ("", ""))
@@ -120,7 +120,8 @@ def _as_centering(node: Node, calls: Calls) -> Node:
         return node
     if not torch.equal(made.values[0].labels, value.labels):
         return node
-    return replace(node, op="centering", args={"self": value, "dim": axes})
+    labels = torch.arange(node.start, node.start + node.size, dtype=torch.float64).view(shape)
+    return replace(node, op="centering", args={"self": value, "dim": axes}, inner=[made, node], inner_labels=[labels])
 
 
 def _alike(first: Any, second: Any, shape: Iterable[int]) -> bool:

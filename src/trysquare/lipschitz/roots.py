@@ -19,6 +19,7 @@ from trysquare.lipschitz.rules import RULES, Rule, Weights, largest, readings, s
 from trysquare.lipschitz.trace import Calls, Node, Value
 
 _UP = 1 + 2.0**-40
+_TINY = 2.0**-1022
 # Linear in squares, with factors that are not negative; and what leaves numbers that are not negative as they are.
 _AVERAGES = ("sum", "mean", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
 _FACTORS = ("add", "mul", "div")
@@ -26,6 +27,10 @@ _NOTHING = ("relu", "abs", "clamp_min")
 # Sums of positive numbers of this length have relative errors below 2^-32 in float64.
 _LONGEST = 1 << 20
 _RELATIVE_ERROR = 2.0**-32
+# Squares below 2^-1022 vanish, and factors behind them make that larger: five of these at most to 2^300.
+_LARGEST_FACTOR = 2.0**60
+_MOST_FACTORS = 5
+_VANISHED = 2.0**-340
 
 
 def as_root(node: Node, calls: Calls) -> Node:
@@ -38,13 +43,15 @@ def as_root(node: Node, calls: Calls) -> Node:
         return node
     if sum(step.values[0].labels.numel() // max(1, step.size) + 8 for step in steps.values()) > _LONGEST:
         return node
+    if sum(step.op in _FACTORS for step in steps.values()) > _MOST_FACTORS:
+        return node
     return replace(node, op="root", args={"self": value}, inner=[steps[start] for start in sorted(steps)])
 
 
 def _leads_to_squares(labels: Tensor, calls: Calls, steps: dict[int, Node]) -> bool:
     """Whether values are weighted sums of squares; the calls that make them are put into ``steps``, by first label."""
     makers = calls.makers(labels)
-    if makers is None or bool((labels < 0).any()):
+    if makers is None or bool((labels <= 0).any()):  # nothing is known about constants that were put beside values
         return False
     for node in makers:
         if node.start in steps:
@@ -66,7 +73,7 @@ def _step(node: Node, calls: Calls) -> Node | None:
         return replace(node, op="square", args={"self": node.args["self"]})
     if node.op == "mul" and len(node.values) == 2:
         a, b = node.values
-        if torch.equal(a.labels, b.labels):
+        if torch.equal(a.labels, b.labels) and bool((a.labels != 0).all()):
             return replace(node, op="square", args={"self": a})
         same = _sign_times_size(a, b, calls)
         return None if same is None else replace(node, op="same", args={"self": same})
@@ -95,7 +102,8 @@ def _factors_are_positive(node: Node) -> bool:
     constants = [torch.as_tensor(c, dtype=torch.float64) for c in numbers if c is not None and not isinstance(c, Value)]
     if node.args.get("rounding_mode") is not None or (node.op == "div" and isinstance(node.args["other"], Value)):
         return False
-    return all(bool((c.isfinite() & (c >= 0)).all()) for c in constants)
+    least, most = 1 / _LARGEST_FACTOR, _LARGEST_FACTOR
+    return all(bool(((c == 0) | ((c >= least) & (c <= most))).all()) for c in constants)
 
 
 def root_weights(node: Node, given: list[Tensor]) -> Weights:
@@ -104,7 +112,8 @@ def root_weights(node: Node, given: list[Tensor]) -> Weights:
     found: Weights = []
 
     def put(labels: Tensor, weights: Tensor) -> None:
-        names, sizes = labels.reshape(-1), weights.expand(labels.shape).reshape(-1) * _UP
+        names, sizes = labels.reshape(-1), weights.expand(labels.shape).reshape(-1)
+        sizes = torch.where(sizes > 0, (sizes * _UP).clamp_min(_TINY), 0.0)
         for step in node.inner:
             here = (names >= step.start) & (names < step.start + step.size)
             waiting[step.start].view(-1).index_add_(0, (names[here] - step.start).long(), sizes[here])
@@ -120,8 +129,14 @@ def root_weights(node: Node, given: list[Tensor]) -> Weights:
             put(step.values[0].labels, _transposed(step, weights))
         else:
             for value, factor in _factors(step):
-                put(value.labels.expand(weights.shape), weights * factor)
+                put(value.labels.expand(weights.shape), _times(weights, factor))
     return found
+
+
+def _times(weights: Tensor, factor: Any) -> Tensor:
+    """The product, at least the smallest normal number where neither is 0."""
+    size = torch.as_tensor(factor, dtype=torch.float64)
+    return torch.where((weights > 0) & (size > 0), (weights * size).clamp_min(_TINY), 0.0)
 
 
 def _transposed(step: Node, weights: Tensor) -> Tensor:
@@ -151,7 +166,7 @@ def _root_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
 
 def _root_errors(args: dict[str, Any], out: list[Tensor]) -> float:
     """Sums of squares have small relative errors, whatever they add up; squares below 2^-1022 vanish."""
-    return _RELATIVE_ERROR * size_of(out[0]) + 2.0**-500 * math.sqrt(out[0].numel())
+    return _RELATIVE_ERROR * size_of(out[0]) + _VANISHED * math.sqrt(out[0].numel())
 
 
 RULES["root"] = Rule(root_weights, rounding=_root_rounding, jumps=_root_errors)

@@ -264,7 +264,7 @@ def _terms_of_sum(node: Node) -> list[tuple[Value, float]]:
 
 def _sum_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
     """One rounding of the sum, and one of each term that is multiplied."""
-    error = 2 * UNIT_ROUNDOFF * size_of(out[0])
+    error = 4 * UNIT_ROUNDOFF * size_of(out[0])
     if args.get("alpha", 1) == 1 and "weight" not in args:
         return error
     terms = [size_of(t) * math.sqrt(out[0].numel() / max(1, t.numel())) for t in _tensors(args)]
@@ -416,10 +416,16 @@ def reduced_extremum(node: Node, given: list[Tensor]) -> Weights:
     return _reduced(node, weights, lambda w, axes: w)
 
 
-@_on("logsumexp", rounding=_function_rounding)
+@_on("logsumexp", rounding=lambda args, out: _logsumexp_rounding(args, out))
 def logsumexp(node: Node, given: list[Tensor]) -> Weights:
     """The gradient is a softmax, of norm at most 1."""
     return _reduced(node, given[0], lambda w, axes: w)
+
+
+def _logsumexp_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+    """As a function of one number, and the roundings of the sum, which are relative to it."""
+    length = next(t for t in args.values() if isinstance(t, Tensor)).numel() / max(1, out[0].numel())
+    return _function_rounding(args, out) + 4 * (length + 8) * UNIT_ROUNDOFF * math.sqrt(out[0].numel())
 
 
 @_on("linalg_vector_norm norm", rounding=lambda args, out: _length_rounding(args, out))
@@ -434,7 +440,9 @@ def vector_norm(node: Node, given: list[Tensor]) -> Weights:
 def _length_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
     value = next(t for t in args.values() if isinstance(t, Tensor))
     length = value.numel() / max(1, out[0].numel())
-    return (length + 16) * UNIT_ROUNDOFF * 2 * size_of(value) * math.sqrt(max(1.0, length))
+    # Squares of a norm that are below 2^-1022 vanish.
+    vanished = 2.0**-500 * math.sqrt(value.numel())
+    return (length + 16) * UNIT_ROUNDOFF * 2 * size_of(value) * math.sqrt(max(1.0, length)) + vanished
 
 
 @_on("mean", rounding=lambda args, out: _length_rounding(args, out), attained=True)
@@ -528,7 +536,7 @@ def _through_matrix(node: Node, matrix: Tensor, rows: Tensor, number: int = 0) -
     """
     tops = rows.amax(1)
     finite = torch.where(tops.isfinite() & (tops > 0), tops, 1.0)
-    profile = torch.where(tops[:, None] > 0, rows / finite[:, None], 0.0).nan_to_num(1.0, 1.0).amax(0).clamp_max(1.0)
+    profile = torch.where(rows > 0, (rows / finite[:, None]).nan_to_num(1.0, 1.0).clamp(_TINY, 1.0), 0.0).amax(0)
     key = torch.cat([profile, torch.tensor([float(number)], dtype=torch.float64)])
     weighted = 1.0 if bool((profile == 1).all()) else profile.sqrt() * _UP
     return scaled(tops, _once(node, key, lambda: matrix_norm(matrix.detach().cpu().double() * weighted)))
@@ -593,7 +601,7 @@ def vector_product(node: Node, given: list[Tensor]) -> Weights:
         raise NoRuleError("addmv whose first argument depends on the input has no rule; write a sum")
     names = {"mv": ("self", "vec"), "addmv": ("mat", "vec"), "dot": ("self", "tensor")}[node.op]
     a, b = (node.args[name] for name in names)
-    weights = given[0].reshape(-1, 1)
+    weights = scaled(given[0].reshape(-1, 1), largest(node.args.get("alpha", 1), node.dtype))
     if node.op == "dot":
         a = Value(a.labels[None]) if isinstance(a, Value) else a[None]
     b = Value(b.labels[:, None]) if isinstance(b, Value) else b[:, None]
@@ -603,7 +611,8 @@ def vector_product(node: Node, given: list[Tensor]) -> Weights:
 def _vector_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
     sizes = sorted((size_of(t) for t in args.values() if isinstance(t, Tensor)), reverse=True)
     length = max(t.shape[-1] for t in args.values() if isinstance(t, Tensor) and t.ndim)
-    return 4 * (length + 4) * UNIT_ROUNDOFF * (math.prod(sizes[:2]) + sum(sizes))
+    factors = 1 + abs(args.get("alpha", 1)) + abs(args.get("beta", 1))
+    return 4 * (length + 4) * UNIT_ROUNDOFF * factors * (math.prod(sizes[:2]) + sum(sizes))
 
 
 @_on("embedding", attained=True, remark="its table has norm {bound} with respect to one-hot vectors: divide by it")
@@ -631,7 +640,8 @@ def convolution(node: Node, given: list[Tensor]) -> Weights:
     weights, groups = given[0], node.args["groups"]
     tops = weights.flatten(1).amax(1)
     finite = torch.where(tops.isfinite() & (tops > 0), tops, 1.0).view(-1, *(1,) * (weights.ndim - 1))
-    profile = (weights / finite).nan_to_num(1.0, 1.0).transpose(0, 1).flatten(1).amax(1).clamp_max(1.0)
+    profile = torch.where(weights > 0, (weights / finite).nan_to_num(1.0, 1.0).clamp(_TINY, 1.0), 0.0)
+    profile = profile.transpose(0, 1).flatten(1).amax(1)
     kernel = checked_weight(node.args["weight"], "the convolution")
     if bool((profile < 1).any()):
         factors = profile.sqrt() * _UP

@@ -117,8 +117,16 @@ def residual_bound(shortcut: LatticeMap, first: LatticeMap, second: LatticeMap, 
         second: ``S``.
         circle: sizes on the side of the outputs.
     """
+    maps = (shortcut, first, second)
+    if not _same_lattice(*maps) or shortcut.stride != second.stride:
+        return math.inf
+    steps = tuple(
+        next((each.dilation[axis] for each in maps if each.kernel.shape[2 + axis] > 1), 1)
+        for axis in range(len(first.start))
+    )
+    shortcut, first, second = (_with_dilation(each, steps) for each in maps)
     through = shortcut.after(first.transposed())
-    if shortcut.stride != second.stride or (pair := _on_same_taps(second, through)) is None:
+    if (pair := _on_same_taps(second, through)) is None:
         return math.inf
     used, expected = (each.unflatten(0, (first.groups, -1)).flatten(3) for each in pair)  # (groups, out, hidden, taps)
     overlap, square = (-(used * expected).sum((1, 3)), expected.square().sum((1, 3)))
@@ -153,6 +161,8 @@ def sandwich_bound(first: LatticeMap, second: LatticeMap, circle: Sizes, psi: Te
         circle: sizes of the hidden map.
         psi: a number for each hidden channel; what looks best, unless given.
     """
+    if first.groups != second.groups:
+        return math.inf
     if psi is None:
         rows = [m.kernel.unflatten(0, (m.groups, -1)).flatten(2) for m in (second, first)]
         psi = torch.cat([_best_psi(a @ a.mT, b @ b.mT) for a, b in zip(*rows, strict=True)])
@@ -169,12 +179,13 @@ def sandwich_bound(first: LatticeMap, second: LatticeMap, circle: Sizes, psi: Te
 
 def looks_like_sandwich(first: LatticeMap, second: LatticeMap) -> bool:
     """Whether it is worth the time to look for a bound below ``|S| |T|``, for maps as of ``sandwich_bound``."""
-    rows = [m.kernel.unflatten(0, (m.groups, -1)).flatten(2) for m in (second, first)]
-    hidden = rows[0].shape[1]
-    if rows[1].shape[1] != hidden or hidden > _MOST_PAIRED:
+    if first.groups != second.groups or len(first.kernel) != len(second.kernel):
         return False
-    if first.kernel[0, 0].numel() == second.kernel[0, 0].numel() == 1 and hidden <= _MOST_HIDDEN:
-        return True
+    rows = [m.kernel.unflatten(0, (m.groups, -1)).flatten(2) for m in (second, first)]
+    if rows[0].shape[1] > _MOST_PAIRED:
+        return False
+    if first.kernel[0, 0].numel() == second.kernel[0, 0].numel() == 1:
+        return True  # of matrices the Gram matrices say all
     grams = [(a @ a.mT, b @ b.mT) for a, b in zip(*rows, strict=True)]
     product = max(math.sqrt(_top(g) * _top(h)) for g, h in grams)
     return max(_top(_scaled_gram(_paired(g, h), g, h)) for g, h in grams) / 2 < _PROMISING * product
@@ -188,7 +199,8 @@ def _best_psi(second: Tensor, first: Tensor) -> Tensor:
         first: ``H``, that of ``T``.
     """
     best = _paired(second, first)
-    if len(best) <= _MOST_HIDDEN:
+    promising = _top(_scaled_gram(best, second, first)) / 2 < _PROMISING * math.sqrt(_top(second) * _top(first))
+    if promising and len(best) <= _MOST_HIDDEN:
         for squarings in _SQUARINGS:
             lower = _downhill(lambda logarithms: _scaled_gram(logarithms, second, first), best, squarings)
             best = min((best, lower), key=lambda each: _top(_scaled_gram(each, second, first)))
@@ -250,6 +262,22 @@ def _downhill(gram: Callable[[Tensor], Tensor], start: Tensor, squarings: int) -
         optimizer.step(objective)  # type: ignore[arg-type]
     found = point.detach()
     return found if bool(found.isfinite().all()) else start
+
+
+def _same_lattice(*maps: LatticeMap) -> bool:
+    """Whether maps have the same groups, and the same dilation on axes on which they have more than one tap."""
+    for axis in range(len(maps[0].start)):
+        if len({each.dilation[axis] for each in maps if each.kernel.shape[2 + axis] > 1}) > 1:
+            return False
+    return len({each.groups for each in maps}) == 1
+
+
+def _with_dilation(given: LatticeMap, dilation: Sizes) -> LatticeMap:
+    """The same map: the dilation of a single tap means nothing."""
+    taps = given.kernel.shape[2:]
+    return replace(
+        given, dilation=tuple(d if k == 1 else own for d, own, k in zip(dilation, given.dilation, taps, strict=True))
+    )
 
 
 def _on_same_taps(one: LatticeMap, two: LatticeMap) -> tuple[Tensor, Tensor] | None:

@@ -263,6 +263,8 @@ class _NoEscape(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The shadow itself looks at the memory of tensors.
+        if func in _ESCAPES and args and not self.shadow.looking and isinstance(args[0], Tensor):
+            self.shadow.give_away(args[0])
         if func in _ESCAPES and args and not self.shadow.looking and self.shadow.payload(args[0]) is not None:
             raise NoRuleError(
                 f"{func.__name__}() reads values that depend on the input past torch, where they cannot be followed "
@@ -283,9 +285,9 @@ class Shadow(TorchDispatchMode):
         names: of the model's modules and tensors, for errors.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, is_leaf: Callable[[nn.Module], bool]) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.is_leaf = dtype, is_leaf
         self.names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
         self.model = model
         self.path: list[Frame] = []
@@ -293,11 +295,15 @@ class Shadow(TorchDispatchMode):
         self.given: list[Shape] = []  # shapes of the inputs of the last of them
         self.looking = False
         self.inside = 0  # of how many leaves
+        self.sequence: list[str] = []  # all calls on values
+        self.writes = False  # whether any of them writes to where a value is
         # Torch's own casts are seen where autocast is off again already.
-        self.autocast = autocast_dtype(input_like(model)) is not None
+        self.around = autocast_dtype(input_like(model))
+        self.autocast = self.around is not None
         self._created: dict[int, StorageWeakRef] = {}
         self._written: dict[int, _Memory] = {}
         self._raw: set[int] = set()  # memory that holds whatever was there before
+        self._given_away: set[int] = set()  # memory that is known under other names than torch's
 
     # What subclasses say.
 
@@ -316,6 +322,15 @@ class Shadow(TorchDispatchMode):
     def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call a module; its name is on ``path`` already."""
         return _call(module, *args, **kwargs)
+
+    def keeps_whole(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Whether a call of a module is one that its rule is about.
+
+        Not where autocast, or a mode that changes what torch's functions do, is on around this call alone.
+        """
+        if kwargs or not args or not all(self.payload(arg) is not None for arg in args) or not self.is_leaf(module):
+            return False
+        return autocast_dtype(args[0]) == self.around and torch._C._len_torch_function_stack() == 1
 
     # What they share.
 
@@ -351,6 +366,7 @@ class Shadow(TorchDispatchMode):
         written = [] if _nothing_drawn(func, args) else _written_arguments(func, args, kwargs)
         if not any(self.payload(tensor) is not None for tensor in tensors):
             return self._constant(func, args, kwargs, written)
+        self.sequence.append(base)
         foreign = [type(t) for t in tensors if type(t) is not Traced and type(t).__torch_dispatch__ is not _DISABLED]
         if foreign:
             raise NoRuleError(
@@ -383,6 +399,8 @@ class Shadow(TorchDispatchMode):
                 raise NoRuleError(self._writes_into(tensor))
             self._raw.discard(_address(tensor))
         self._refuse_chance(func, args)
+        if func._schema.name == "aten::view" and func._overloadname == "dtype":
+            self.give_away(args[0])
         result = func(*args, **kwargs)
         known = {_address(t) for t in leaves_of(args, kwargs) if isinstance(t, Tensor) and _has_memory(t)}
         for tensor in leaves_of(result):
@@ -390,6 +408,11 @@ class Shadow(TorchDispatchMode):
                 self._created[address] = StorageWeakRef(tensor.untyped_storage())
                 (self._raw.add if "empty" in func._schema.name else self._raw.discard)(address)
         return result
+
+    def give_away(self, tensor: Tensor) -> None:
+        """Note that somebody can reach the memory of a plain tensor past torch: no value may be written there."""
+        if self.payload(tensor) is None and _has_memory(tensor):
+            self._given_away.add(_address(tensor))
 
     def _refuse_chance(self, func: Any, args: Any) -> None:
         if torch.Tag.nondeterministic_seeded in func.tags and not _nothing_drawn(func, args):
@@ -530,6 +553,7 @@ class Shadow(TorchDispatchMode):
     def _write(self, op: str, func: Any, args: Any, kwargs: Any) -> Any:
         """A call in place: its result, written to where the first argument has its numbers."""
         target = args[0]
+        self.writes = self.writes or isinstance(target, Traced)
         if not isinstance(target, Traced) and not self._is_new(target):
             raise NoRuleError(self._writes_into(target))
         for source in leaves_of(args[1:], kwargs):
@@ -561,6 +585,11 @@ class Shadow(TorchDispatchMode):
         """Payload to write to; a plain tensor has one from its first value that depends on the input on."""
         if (payload := self.payload(target)) is not None:
             return payload
+        if _address(target) in self._given_away:
+            raise NoRuleError(
+                f"values that depend on the input are written into memory that numpy, or another dtype, reads as well "
+                f"({user_line()}), where they cannot be followed"
+            )
         storage = target.untyped_storage()
         whole = torch.empty(0, dtype=target.dtype, device=target.device).set_(storage)  # type: ignore[call-overload]
         payload = self._moved(whole)
@@ -756,6 +785,8 @@ class Graph:
         result: what the model returned, with a ``Value`` for each tensor that depends on the input.
         tokens: whether the input is integers, which count as one-hot vectors.
         modules: first input and output of modules that take and return a tensor, by the number of the call.
+        sequence: names of all calls on values, those that move numbers too, if any of them writes to where a value is:
+            what such a write reaches depends on whether the calls before it copied, or not.
     """
 
     nodes: list[Node]
@@ -763,6 +794,7 @@ class Graph:
     result: Any = None
     tokens: bool = False
     modules: dict[int, tuple[Value, Value]] = field(default_factory=dict)
+    sequence: list[str] = field(default_factory=list)
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -778,7 +810,7 @@ class Calls:
     """
 
     def __init__(self, nodes: list[Node]) -> None:
-        blocks = sorted(((node.start, node) for node in nodes if node.outputs), key=lambda block: block[0])
+        blocks = sorted(((node.start, node) for node in nodes if node.size), key=lambda block: block[0])
         self._starts, self._nodes = [start for start, _ in blocks], [node for _, node in blocks]
 
     def maker(self, label: float) -> Node | None:
@@ -817,8 +849,7 @@ class Tracer(Shadow):
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, is_leaf: Callable[[nn.Module], bool]) -> None:
-        super().__init__(model, dtype)
-        self.is_leaf = is_leaf
+        super().__init__(model, dtype, is_leaf)
         self.nodes: list[Node] = []
         self.modules: dict[int, tuple[Value, Value]] = {}
         self.inputs_end = 0
@@ -838,12 +869,14 @@ class Tracer(Shadow):
         self.inputs_end = self._next
 
         result = run(self, args, kwargs)
-        return Graph(self.nodes, inputs, tree_map(self._value, plain_structure(result)), tokens, self.modules)
+        values = tree_map(self._value, plain_structure(result))
+        return Graph(self.nodes, inputs, values, tokens, self.modules, self.sequence if self.writes else [])
 
     def _value(self, leaf: Any) -> Any:
-        """A tensor that depends on the input as it is now; everything else as it is."""
+        """A tensor as it is now; everything else as it is."""
         if (payload := self.payload(leaf)) is None:
-            return leaf
+            # What was made in this pass may be written to later.
+            return leaf.clone() if isinstance(leaf, Tensor) and self._is_new(leaf) else leaf
         if bool(payload.isnan().any()):
             raise NoRuleError(
                 f"it uses memory that nothing was written into ({user_line()}): it is not a fixed function"
@@ -908,7 +941,7 @@ class Tracer(Shadow):
             )
         like = self._shapes(func, args, kwargs)
         node = self._node(op, {name: tree_map(self._value, given) for name, given in bound.items()}, like)
-        return _paired(lambda part, _: part, self._payloads(node), like)
+        return _paired(lambda part, _: part, self._payloads(node, like), like)
 
     def _node(self, op: str, args: dict[str, Any], like: Any) -> Node:
         tensors = [leaf for leaf in tree_leaves(like) if isinstance(leaf, Tensor)]
@@ -936,16 +969,18 @@ class Tracer(Shadow):
         self.nodes.append(Node(op, args, [], [], self.dtype, tuple(self.path), user_line(), moves=True))
 
     @staticmethod
-    def _payloads(node: Node) -> Any:
-        made = [
-            torch.arange(start, start + _numel(shape), dtype=torch.float64).view(shape) for start, shape in node.outputs
-        ]
+    def _payloads(node: Node, like: Any) -> Any:
+        """Labels of the results, with the strides that torch gives them: views and copies depend on these."""
+        made = []
+        tensors = (leaf for leaf in leaves_of(like) if isinstance(leaf, Tensor))
+        for (start, shape), tensor in zip(node.outputs, tensors, strict=True):
+            labels = torch.arange(start, start + _numel(shape), dtype=torch.float64).view(shape)
+            made.append(torch.empty_strided(shape, tensor.stride(), dtype=torch.float64).copy_(labels))
         return made[0] if len(made) == 1 else made
 
     def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call a module; one that has a rule becomes a node, with what it computes inside of that."""
-        tensors = not kwargs and args and all(self.payload(arg) is not None for arg in args)
-        if not tensors or not self.is_leaf(module):
+        if not self.keeps_whole(module, args, kwargs):
             before, inputs = len(self.nodes), [p.clone() for arg in args[:1] if (p := self.payload(arg)) is not None]
             result = super().call_module(module, args, kwargs)
             made = self.payload(result)
@@ -965,10 +1000,14 @@ class Tracer(Shadow):
                 f"{class_name(module)} has a Lipschitz rule and returns {type(result).__name__}: a rule is about one "
                 "tensor that depends on the input"
             )
+        shared = {value.untyped_storage()._cdata for arg in args if (value := self.payload(arg)) is not None}
+        if result.payload.untyped_storage()._cdata in shared:  # what it returns is a part of what it was given
+            self.nodes += inner
+            return result
         shapes = [tuple(arg.shape) for arg in args]
         node = self._node("leaf", {"inputs": values, "shapes": shapes, "dtype": args[0].dtype}, result)
         node.inner, node.inner_labels = inner, [result.payload.clone()]
-        return Traced(self._payloads(node), result.dtype, result.device)
+        return Traced(self._payloads(node, result), result.dtype, result.device)
 
 
 def plain_structure(result: Any) -> Any:

@@ -19,6 +19,8 @@ from trysquare.progress import track
 
 _LEAF = Rule(leaf_weights, terms=leaf_terms)
 _INPUT = -1
+# Calls that infinity is an ordinary argument of.
+_BOUNDED_BY = frozenset(["clamp", "clamp_min", "clamp_max", "maximum", "minimum", "fmax", "fmin", "max_min"])
 
 
 class Walk:
@@ -40,7 +42,7 @@ class Walk:
         self.in_blocks = {id(part) for node in self.nodes if node.op == "block" for part in node.inner}
         made = [(start, shape, _INPUT, k) for k, (start, shape) in enumerate(graph.inputs)]
         made += [(*out, i, k) for i, node in enumerate(self.nodes) for k, out in enumerate(node.outputs)]
-        self._blocks = sorted(made)
+        self._blocks = sorted(block for block in made if math.prod(block[1]))
         self._starts = [block[0] for block in self._blocks]
         self._roundings = 0.0
         self.bounds: list[float | ValueError] = []
@@ -109,7 +111,7 @@ class Walk:
             self._push(waiting, self._stepped(node, given))
         for node in self.graph.nodes:
             place = self._position[id(node)]
-            if self.nodes[place].op != "block":  # its last call is among the inner ones
+            if self.nodes[place].op not in ("block", "centering"):  # their last calls are among the inner ones
                 gains[id(node)] = gains.get(id(node), 0.0) + found.get(place, 0.0)
         zeros = [torch.zeros(shape, dtype=torch.float64) for _, shape in self.graph.inputs]
         return waiting.get(_INPUT, zeros), gains
@@ -118,6 +120,14 @@ class Walk:
         for w, floating in zip(given, node.floating, strict=True):
             if not floating and bool((w > 0).any()):
                 raise no_rule(node)
+        if node.op not in _BOUNDED_BY:
+            for constant in node.args.values():
+                if (
+                    isinstance(constant, Tensor)
+                    and constant.is_floating_point()
+                    and not bool(constant.isfinite().all())
+                ):
+                    raise ValueError(f"{node.where()}: a weight or constant of it is not finite")
         try:
             made = _rule(node).weights(node, given)
         except NoRuleError as error:
@@ -147,7 +157,11 @@ class Walk:
                 start, shape, number, k = self._blocks[at]
                 end = start + math.prod(shape)
                 here = (names >= start) & (names < end)
-                assert bool(here.any()), "a label that is no variable"
+                if not bool(here.any()):
+                    raise NoRuleError(
+                        "a value from inside of a module that has a Lipschitz rule is used outside of it: the rule is "
+                        "about what the module returns"
+                    )
                 everything = bool(here.all())
                 mine = names if everything else names[here]
                 if number not in waiting:

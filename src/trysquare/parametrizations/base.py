@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -59,6 +60,7 @@ class Parametrization(Caching, ABC):
         self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
         self._slots: dict[str, Any] = {}
         self._tended_as = 0
+        self._written = _Writes()
         self._initial: Sequence[Tensor] | None = None
 
     @classmethod
@@ -107,9 +109,18 @@ class Parametrization(Caching, ABC):
         return self.draw()
 
     def forward(self, *free: Tensor) -> Tensor:
-        """The weight in the layer's dtype, from the cache where that is right."""
+        """The weight in the layer's dtype, from the cache where that is right.
+
+        Raises:
+            RuntimeError: if somebody has written into the one that was returned before.
+        """
+        if torch.compiler.is_compiling():
+            return self._from(self.cache, lambda: self._built(free), free)
         self._be_tended()
-        return self._from(self.cache, lambda: self._built(free), free)
+        self._written.check()
+        weight = self._from(self.cache, lambda: self._built(free), free)
+        self._written.watch(weight)
+        return weight
 
     def _from(self, cache: WeightCache, build: Callable[[], Tensor], free: Sequence[Tensor]) -> Tensor:
         """What is built from ``free``, from the cache where that is right."""
@@ -202,6 +213,47 @@ class Parametrization(Caching, ABC):
     @abstractmethod
     def weight_shape(self) -> tuple[int, ...]:
         """Shape of the weight."""
+
+
+@cache
+def _nothing_of(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+class _Writes:
+    """Notices writes into a weight that was handed out, which have no effect: the next one is built anew.
+
+    Without keeping the weight alive: a tensor without memory shares its counter of writes.
+    """
+
+    def __init__(self) -> None:
+        self._counter: Tensor | None = None
+        self._seen = 0
+
+    def watch(self, weight: Tensor) -> None:
+        """Count from now on."""
+        self._counter = None
+        if type(weight) is Tensor and not weight.is_inference() and not torch._C._are_functorch_transforms_active():
+            self._counter = torch.Tensor._make_subclass(Tensor, weight)
+            self._counter.data = _nothing_of(weight.dtype, weight.device)
+            self._seen = weight._version
+
+    def check(self) -> None:
+        """Refuse to go on as if nothing had been written, once.
+
+        Raises:
+            RuntimeError: if something was.
+        """
+        counter, self._counter = self._counter, None
+        if counter is not None and counter._version != self._seen:
+            raise RuntimeError(
+                "layer.weight was written to in place (by nn.init, copy_ or the like), which has no effect: it is "
+                "built from the layer's free tensors at every use. Assign it (layer.weight = tensor, an orthogonal "
+                "one), draw new ones (layer.reset_parameters()), or write to layer.free_tensors"
+            )
+
+    def __reduce__(self) -> Any:
+        return _Writes, ()
 
 
 def _plainly_laid_out(weight: Tensor) -> Tensor:
