@@ -63,6 +63,13 @@ def _later_write(v, c):
     return z + v
 
 
+def _permuted_write(v, c):
+    """Whether this writes into ``y`` or a copy depends on how torch lays out results."""
+    y = v.transpose(1, -1).relu()
+    y.transpose(1, -1).reshape(len(v), -1).mul_(c)
+    return y
+
+
 def _block(dice):
     """``x - f Wᵀ σ(W x + b)`` of the last axis, or of maps, right and nearly right."""
     seed, f, spoiled = dice.randrange(1 << 30), dice.choice([-2.0, 0.5, 1.0, 2.0, 3.0]), dice.random() < 0.4
@@ -152,6 +159,8 @@ ONE = {
     "matmul": lambda c, d: lambda v, m=_matrix(d, 99, 3): v @ m[: v.shape[-1]].to(v.dtype),
     "left matmul": lambda c, d: lambda v, m=_matrix(d, 3, 99): m[:, : v.shape[-2]].to(v.dtype) @ v if v.ndim > 2 else v,
     "einsum": lambda c, d: lambda v, m=_matrix(d, 99, 2): torch.einsum("bc...,cd->bd...", v, m[: v.shape[1]].to(v.dtype)),
+    "permuted write": lambda c, d: lambda v: _permuted_write(v, c), "nothing": lambda c, d: lambda v: torch.cat([v, v[:, :0].relu()], 1),
+    "channels last": lambda c, d: lambda v: v.contiguous(memory_format=torch.channels_last) * 1.0 if v.ndim == 4 else v,
     "block": lambda c, d: _block(d), "two sides": lambda c, d: lambda v: torch.cat([v.relu(), (-v).relu()], 1),
     "root": lambda c, d: lambda v: (v.pow(2).sum(1, keepdim=True) + abs(c)).sqrt(), "root of halves": lambda c, d: lambda v: (0.5 * v**2 + abs(c) * v.flip(1) ** 2) ** 0.5,
     "norm pool": lambda c, d: lambda v: F.lp_pool1d(v, 2, 2) if v.ndim == 3 else F.lp_pool2d(v, 2, 2, 1), "hypot": lambda c, d: lambda v: torch.hypot(v, c * v.flip(1)),

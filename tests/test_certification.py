@@ -596,7 +596,7 @@ def test_outputs_and_images_of_another_kind_are_refused():
 
     with pytest.raises(TypeError, match=r"logits \(batch, classes\), not list"):
         ts.certify(Pair(6, 3), (IMAGES, LABELS))
-    with pytest.raises(TypeError, match="images must be a tensor"):
+    with pytest.raises(TypeError, match="found a batch of"):
         ts.certify(nn.Linear(6, 3), [([1.0, 2.0], LABELS)], input_shape=(6,))
 
 
@@ -627,3 +627,51 @@ def test_compiled_models_are_certified_as_what_they_are():
     model = nn.Linear(6, 3)
     compiled = torch.compile(model, backend="eager")
     assert torch.allclose(ts.certify(compiled, (IMAGES, LABELS)).radii, ts.certify(model, (IMAGES, LABELS)).radii)
+
+
+WRONG = {
+    "labels as a number": lambda m: ts.certified_radius(torch.randn(2, 3), 0),
+    "logits as a list": lambda m: ts.certified_radius([[1.0, 2.0]], torch.tensor([0])),
+    "head as text": lambda m: ts.certified_radius(torch.randn(2, 3), torch.tensor([0, 1]), head="a"),
+    "labels as a list": lambda m: ts.certify(m, (torch.randn(2, 6), [0, 1])),
+    "images as a list": lambda m: ts.certify(m, [([[1.0] * 6], torch.tensor([0]))]),
+    "one tensor": lambda m: ts.certify(m, torch.randn(2, 6)),
+    "nothing": lambda m: ts.certify(m, None),
+    "a number": lambda m: ts.certify(m, 3),
+    "a triple": lambda m: ts.certify(m, [(torch.randn(2, 6), torch.tensor([0, 1]), 3)]),
+    "one radius": lambda m: ts.certify(m, (torch.randn(2, 6), torch.tensor([0, 1])), epsilons=0.5),
+    "a shape that is a number": lambda m: ts.certify(m, (torch.randn(2, 6), torch.tensor([0, 1])), input_shape=6),
+    "no batch": lambda m: ts.certify(m, (torch.randn(2, 6), torch.tensor([0, 1])), batch_size=0),
+    "tuples": lambda m: ts.certify(nn.Sequential(m, _Tuple()), (torch.randn(2, 6), torch.tensor([0, 1]))),
+    "no data": lambda m: ts.certify(m, (torch.randn(0, 6), torch.zeros(0).long())),
+    "a shape for inputs": lambda m: ts.lipschitz_lower_bound(m, (6,)),
+    "audit of other inputs": lambda m: ts.audit(m, (6,), inputs=torch.randn(2, 4)),
+    "audit of a list": lambda m: ts.audit(m, (6,), inputs=[torch.randn(2, 6)]),
+    "audit of nothing": lambda m: ts.audit(nn.Linear(6, 0), (6,)),
+    "a function": lambda m: ts.lipschitz_bound(lambda x: x, (6,)),
+}
+
+
+class _Tuple(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_answered(name):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        WRONG[name](nn.Linear(6, 3))
+    assert len(str(caught.value)) > 20
+
+
+def test_audits_of_models_without_a_lower_bound():
+    weight = torch.randn(3, 2)
+
+    class OneDtype(nn.Module):
+        def forward(self, x):
+            return x @ weight
+
+    report = ts.audit(OneDtype(), (3,))
+    assert report.lower_bound is None
+    assert report.bound > 0

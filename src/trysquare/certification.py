@@ -79,8 +79,8 @@ def certified_radius(
     >>> certified_radius(torch.tensor([[3.0, 1.0]]), torch.tensor([0]), head=torch.eye(2)).round(decimals=4)
     tensor([1.4142], dtype=torch.float64)
     """
-    classes = _checked_labels(labels, logits)
     values = _checked_logits(logits)
+    classes = _checked_labels(labels, logits)
     lipschitz = float(lipschitz)
     if not lipschitz >= 0:
         raise ValueError(f"lipschitz={lipschitz!r} must be a number, at least 0")
@@ -151,6 +151,8 @@ def _checked_labels(labels: Tensor, logits: Tensor) -> Tensor:
 
 
 def _head_weight(head: Tensor | nn.Module, classes: int) -> Tensor:
+    if not isinstance(head, Tensor) and not isinstance(getattr(head, "weight", None), Tensor):
+        raise TypeError(f"head must be a weight (classes, features) or a layer that has one, not {type(head).__name__}")
     weight = used_weight(head) if isinstance(head, nn.Module) else checked_weight(head, "the head")
     if weight.ndim != 2 or len(weight) != classes:
         raise ValueError(f"the head of shape {tuple(weight.shape)} must be (classes, features) with {classes} classes")
@@ -336,6 +338,8 @@ def certify(
             raise ValueError(f"{name}={number!r} must be an integer, at least {least}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if input_shape is not None and not isinstance(input_shape, Sequence):
+        raise TypeError(f"input_shape={input_shape!r} must be the shape of one image, such as (3, 32, 32)")
     shape = None if input_shape is None else tuple(input_shape)
     found: Analysis | None = None
     exact: ExactEvaluation | None = None
@@ -343,7 +347,7 @@ def certify(
     disagreements, precision = 0, 0.0
     with evaluating(model), torch.no_grad():
         batches, total = batches_of(data, batch_size)
-        for images, classes in track(batches, "certifying", total):
+        for images, classes in track(_pairs(batches), "certifying", total):
             shape = shape or tuple(images.shape[1:])
             given = prepared(model, images, shape)
             if found is None or exact is None:
@@ -397,6 +401,8 @@ def _measured(
 
 
 def _checked_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
+    if not isinstance(epsilons, Sequence | Tensor) or isinstance(epsilons, str):
+        raise TypeError(f"epsilons={epsilons!r} must be a list of radii")
     checked = tuple(float(epsilon) for epsilon in epsilons)
     if not checked or not all(0 <= epsilon < math.inf for epsilon in checked):
         raise ValueError(f"epsilons={checked} must be finite radii, at least one and none negative")
@@ -430,6 +436,26 @@ def batches_of(data: Data, batch_size: int) -> tuple[Batches, int]:
     else:
         batches = DataLoader(data, batch_size) if isinstance(data, Dataset) else data
     return batches, len(batches) if hasattr(batches, "__len__") else 0
+
+
+def _pairs(batches: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches that are what they should be.
+
+    Raises:
+        TypeError: if they are not.
+    """
+    wanted = "data must be batches of images and labels, a dataset, or a pair of tensors"
+    if isinstance(batches, Tensor | str) or not isinstance(batches, Iterable):
+        raise TypeError(f"{wanted}, not {type(batches).__name__}")
+    for batch in batches:
+        if (
+            not isinstance(batch, tuple | list)
+            or len(batch) != 2
+            or not all(isinstance(part, Tensor) for part in batch)
+        ):
+            found = [type(part).__name__ for part in batch] if isinstance(batch, tuple | list) else type(batch).__name__
+            raise TypeError(f"{wanted}; found a batch of {found}")
+        yield batch[0], batch[1]
 
 
 def prepared(model: nn.Module, images: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -108,8 +108,12 @@ def check_batch(logits: Tensor, labels: Tensor) -> None:
     """Refuse what are not logits and labels.
 
     Raises:
+        TypeError: if they are no tensors.
         ValueError: if shapes or types do not fit.
     """
+    for name, value in (("logits", logits), ("labels", labels)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
     if not logits.is_floating_point() or logits.ndim != 2 or logits.shape[1] < 2:
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} and {logits.dtype} must be floating point, (batch, classes) with "

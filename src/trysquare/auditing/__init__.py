@@ -49,17 +49,30 @@ def audit(
     lower = None
     if not found.graph.tokens and found.graph.outputs:
         given = random_inputs(found.graph, shapes, input_like(model), 1) if inputs is None else [inputs]
+        if inputs is not None:
+            _check_given(inputs, shapes)
         packed = _OneVector(model, given)
-        lower = lipschitz_lower_bound(
-            packed, packed.pack(given), power_steps=4, ascent_steps=3, seconds=_LOWER_BOUND_SECONDS
-        )
-        if lower > found.bound * (1 + 1e-6):
+        try:
+            lower = lipschitz_lower_bound(
+                packed, packed.pack(given), power_steps=4, ascent_steps=3, seconds=_LOWER_BOUND_SECONDS
+            )
+        except ValueError:  # a model without derivatives, or of one dtype alone: it has a bound all the same
+            lower = None
+        if lower is not None and lower > found.bound * (1 + 1e-6):
             raise RuntimeError(
                 f"the certified bound {found.bound:.6g} is wrong: a slope of {lower:.6g} was found. This is an error "
                 "of trysquare, or of a rule that was registered; please report it with the model"
             )
     each = list(shapes.values()) if isinstance(shapes, dict) else shapes
     return AuditReport(rows, found.bound, lower, each[0] if len(each) == 1 else tuple(each))
+
+
+def _check_given(inputs: Any, shapes: Any) -> None:
+    wanted = list(shapes.values()) if isinstance(shapes, dict) else shapes
+    if not isinstance(inputs, Tensor):
+        raise TypeError(f"inputs must be a tensor (batch, ...), not {type(inputs).__name__}")
+    if len(wanted) != 1 or tuple(inputs.shape[1:]) != wanted[0] or not inputs.is_floating_point() or not len(inputs):
+        raise ValueError(f"inputs of shape {tuple(inputs.shape)} must be floating point, a batch of {wanted}")
 
 
 class _OneVector(nn.Module):

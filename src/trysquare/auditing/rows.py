@@ -193,7 +193,10 @@ def _largest_slope(step: _Step) -> float | None:
     inputs = torch.randn(batch, *step.input_shape, generator=generator).to(input_like(step.module))
     with torch.random.fork_rng(devices=[]):  # the same start each time, and nobody else's numbers change
         torch.manual_seed(0)
-        return lipschitz_lower_bound(step.module, inputs, power_steps=4, ascent_steps=2, seconds=_SLOPE_SECONDS)
+        try:
+            return lipschitz_lower_bound(step.module, inputs, power_steps=4, ascent_steps=2, seconds=_SLOPE_SECONDS)
+        except (TypeError, ValueError):  # it takes more than one input, or has no derivatives
+            return None
 
 
 def _is_shift(node: Node) -> bool:

@@ -62,9 +62,16 @@ def lipschitz_lower_bound(
     x, direction = inputs.detach(), torch.randn_like(inputs)
     best, started = 0.0, time.monotonic()
     for step in track(range(ascent_steps + 1), "lower bound", ascent_steps + 1):
-        jacobian = _Jacobian(plain, x)
-        direction = jacobian.most_amplified(direction, power_steps)
-        best = max(best, _slope(exact, x.double(), direction.double(), best))
+        try:
+            jacobian = _Jacobian(plain, x)
+            direction = jacobian.most_amplified(direction, power_steps)
+            best = max(best, _slope(exact, x.double(), direction.double(), best))
+        except (RuntimeError, IndexError, TypeError) as error:  # whatever the model raises
+            shape = tuple(inputs.shape[1:])
+            raise ValueError(
+                f"{type(model).__name__} cannot be differentiated, or computed in float64, on inputs of shape {shape}: "
+                f"{error}"
+            ) from error
         if step == ascent_steps or (seconds is not None and time.monotonic() - started > seconds):
             break
         x = x + jacobian.uphill(direction) * (_norms(x) + 1) * 0.1
@@ -72,6 +79,10 @@ def lipschitz_lower_bound(
 
 
 def _check_inputs(inputs: Tensor) -> None:
+    if not isinstance(inputs, Tensor):
+        raise TypeError(
+            f"inputs must be a batch of samples (torch.randn(4, *shape), or some of your data), not {inputs!r:.60}"
+        )
     if inputs.ndim < 2 or not len(inputs):
         raise ValueError(f"inputs of shape {tuple(inputs.shape)} must be a batch of at least one sample")
     if not inputs.is_floating_point():
