@@ -53,17 +53,22 @@ def test_audit_of_a_checkpoint(tmp_path, capsys):
     path = tmp_path / "model.pt"
     ts.save_checkpoint(path, model, "tests.test_cli:small", {"width": 5})
     assert [p.name for p in tmp_path.iterdir()] == ["model.pt"]
-    loaded = ts.load_model(path)
-    assert not loaded.training
-    torch.testing.assert_close(loaded[0].weight, model[0].weight)
-    assert main(["audit", str(path), "--input-shape", "3,8,8"]) == 0
+    with pytest.raises(ValueError, match="is not run"):
+        ts.load_model(path)
+    for factory in (small, "tests.test_cli:small"):
+        loaded = ts.load_model(path, factory=factory)
+        assert not loaded.training
+        torch.testing.assert_close(loaded[0].weight, model[0].weight)
+    assert main(["audit", str(path), "--input-shape", "3,8,8"]) == 1
+    assert "--factory tests.test_cli:small" in capsys.readouterr().err
+    assert main(["audit", str(path), "--input-shape", "3,8,8", "--factory", "tests.test_cli:small"]) == 0
     assert "orthogonal" in capsys.readouterr().out
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "model.pt"
     path.write_bytes(b"old")
-    monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    monkeypatch.setattr("os.fsync", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         ts.save_checkpoint(path, small(), "tests.test_cli:small")
     assert [p.read_bytes() for p in tmp_path.iterdir()] == [b"old"]
@@ -82,12 +87,12 @@ def test_errors_are_one_line(elsewhere, capsys):
         ("no_such_module:build", "cannot import"),
         ("somebodys_model:number", "not an nn.Module"),
         ("nothing.pt", "package.module:factory"),
-        ("text.pt", "truncated or not a checkpoint"),
+        ("text.pt", "damaged, or not a checkpoint"),
         ("other.pt", "save_checkpoint"),
-        ("empty.pt", "truncated or not a checkpoint"),
-        ("cut.pt", "truncated or not a checkpoint"),
+        ("empty.pt", "damaged, or not a checkpoint"),
+        ("cut.pt", "damaged, or not a checkpoint"),
         ("three.pt", "factory=3, which must be a str"),
-        ("misfit.pt", "holds weights of another model than tests.test_cli:small"),
+        ("misfit.pt", "what a file names is not run"),
         ("somebodys_model:broken", "'somebodys_model:broken' failed: RuntimeError: no such device"),
         ("somebodys_model:missing", "'somebodys_model:missing' failed: KeyError: 'width'"),
         ("unfinished:build", "cannot import 'unfinished:build': SyntaxError"),
@@ -117,7 +122,7 @@ def test_audit_asks_for_the_shape_that_only_a_run_knows(model, capsys):
 
 
 def test_files_that_cannot_be_written_are_found_before_the_work(elsewhere, capsys, monkeypatch):
-    monkeypatch.setattr("trysquare.cli.load_model", lambda source: pytest.fail("too late"))
+    monkeypatch.setattr("trysquare.cli.load_model", lambda *_: pytest.fail("too late"))
     (elsewhere / "folder.json").mkdir()
     for option, path, message in (
         ("--json", "nowhere/report.json", "cannot write nowhere/report.json: No such file or directory"),

@@ -1,21 +1,33 @@
-"""Models on disk: weights, and the function that makes the model to put them in."""
+"""Models on disk: weights, and what makes the model to put them in.
+
+The format is safetensors, with the factory, its arguments and a digest in the metadata. Reading a file runs nothing
+that it names, and one flipped bit anywhere in it is an error.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import io
+import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trysquare.files import write_whole
 
+REGISTRY = "trysquare.models:build"
+"""The factory that a file may name and have called: it makes the models of ``trysquare.models``."""
+
 _KEYS = {"factory", "arguments", "state_dict"}
+_NO_DIGEST = "0" * 64
+_DIGEST_KEY = '"sha256":"'
+Factory = Callable[..., nn.Module] | str
 
 
 def save_checkpoint(
@@ -23,41 +35,142 @@ def save_checkpoint(
 ) -> None:
     """Write a model so that ``load_model`` can make it again.
 
-    The file is loadable with ``torch.load(weights_only=True)``, and replaced in one step: an interrupted write leaves
-    the old one.
+    The file is replaced in one step: an interrupted write leaves the old one. ``safetensors.torch.load_file`` reads the
+    weights.
 
     Args:
         path: file to write.
         model: what ``factory(**arguments)`` returned, after training.
         factory: ``"package.module:function"``.
         arguments: keyword arguments of plain types.
+
+    Raises:
+        ValueError: if the factory has no such name, an argument is not of a plain type, or the model holds something
+            else than tensors.
+        ImportError: if safetensors is not installed.
     """
-    content = {"factory": factory, "arguments": dict(arguments or {}), "state_dict": model.state_dict()}
-    write_whole(path, packed(content))
+    module, _, name = factory.partition(":")
+    if not module or not name:
+        raise ValueError(f"factory={factory!r} must be 'package.module:function', what makes the model again")
+    tensors = {}
+    for key, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{key} of the model is {type(value).__name__}, and a checkpoint holds tensors alone")
+        tensors[key] = value.detach().cpu().contiguous().clone()  # tied weights share memory, which the format refuses
+    try:
+        described = json.dumps(_encoded(dict(arguments or {})), sort_keys=True)
+    except TypeError as error:
+        raise ValueError(f"arguments={arguments!r} must be of plain types: {error}") from error
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    metadata = {"factory": factory, "arguments": described, "parameters": str(parameters), "sha256": _NO_DIGEST}
+    write_whole(path, _sealed(_safetensors().save(tensors, metadata)))
+
+
+def _sealed(content: bytes) -> bytes:
+    """The same with its digest in the place of zeros."""
+    place = _digest_place(content)
+    digest = hashlib.sha256(content).hexdigest().encode()
+    return content[:place] + digest + content[place + len(digest) :]
+
+
+def _digest_place(content: bytes) -> int:
+    """Where the digest is in the header of a file; -1 if it has none."""
+    length = int.from_bytes(content[:8], "little")
+    place = content.find(_DIGEST_KEY.encode(), 8, 8 + length)
+    return place + len(_DIGEST_KEY) if place >= 0 else -1
+
+
+def _encoded(value: Any) -> Any:
+    """Plain types as JSON has them, with tuples told from lists."""
+    if isinstance(value, tuple):
+        return {"tuple": [_encoded(part) for part in value]}
+    if isinstance(value, list):
+        return [_encoded(part) for part in value]
+    if isinstance(value, dict):
+        return {"dict": {str(key): _encoded(part) for key, part in value.items()}}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{value!r:.60} is {type(value).__name__}")
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(part) for part in value]
+    if isinstance(value, dict) and set(value) == {"tuple"}:
+        return tuple(_decoded(part) for part in value["tuple"])
+    if isinstance(value, dict) and set(value) == {"dict"}:
+        return {key: _decoded(part) for key, part in value["dict"].items()}
+    if isinstance(value, dict):
+        raise ValueError("an argument is not of a plain type")
+    return value
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("models are files of safetensors: pip install 'trysquare[train]'") from error
+    return safetensors.torch
 
 
 def packed(content: Mapping[str, Any]) -> bytes:
-    """What ``torch.save`` writes."""
+    """What ``torch.save`` writes, behind a line with its digest."""
     buffer = io.BytesIO()
     torch.save(dict(content), buffer)
-    return buffer.getvalue()
+    body = buffer.getvalue()
+    return _SEAL + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
 
-def load_model(source: str | os.PathLike[str]) -> nn.Module:
-    """A model in eval mode, from a checkpoint file, a run directory, or ``"package.module:factory"``.
+_SEAL = b"trysquare checkpoint, sha256 "
 
-    The working directory is importable, as with ``python -m``. A checkpoint runs the factory that it names: load only
-    files that you trust.
+
+def unpacked(path: Path) -> dict[str, Any]:
+    """What ``packed`` made, of its digest; files of before that have none.
 
     Raises:
-        ValueError: if there is no such file or factory, the factory fails, the file is not a checkpoint of ours, or
-            its weights do not fit the model that the factory makes.
+        ValueError: if it is damaged, or something else.
+    """
+    content = path.read_bytes()
+    if content.startswith(_SEAL):
+        line, _, content = content.partition(b"\n")
+        if line.removeprefix(_SEAL) != hashlib.sha256(content).hexdigest().encode():
+            raise ValueError(f"{path} is damaged: its digest is another one than it says")
+    elif not content.startswith(b"PK"):
+        raise ValueError(f"{path} is not a checkpoint of a run, or damaged in its first line")
+    try:
+        return dict(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
+    except Exception as error:
+        raise ValueError(f"{path} is not a checkpoint of a run: {error}") from error
+
+
+def load_model(source: str | os.PathLike[str], factory: Factory | None = None) -> nn.Module:
+    """A model in eval mode, from a checkpoint file, a run directory, or ``"package.module:factory"``.
+
+    Files run nothing: a model of ``trysquare.models`` is made again by name and arguments; for any other one, say what
+    makes it. The working directory is importable, as with ``python -m``.
+
+    Args:
+        source: a file of ``save_checkpoint``, the directory of a run, or a factory.
+        factory: what makes the model of a file, called with the arguments in it; a function, or
+            ``"package.module:function"``.
+
+    Raises:
+        ValueError: if there is no such file or factory, the factory fails, the file is damaged or not a checkpoint of
+            ours, it names a factory of somebody else, or its weights do not fit the model.
     """
     path = model_file(source)
     if path is None:
+        if factory is not None:
+            raise ValueError(f"{str(source)!r} is no file: leave factory={factory!r} out, or give a checkpoint")
         return _make(str(source), {}).eval()
     content = read_checkpoint(path)
-    model = _make(content["factory"], content["arguments"])
+    if factory is None and content["factory"] != REGISTRY:
+        named = content["factory"]
+        raise ValueError(
+            f"{path} is a model of {named!r}, and what a file names is not run. If you trust it, say so: "
+            f"ts.load_model({str(path)!r}, factory={named!r}), or trysquare audit {path} --factory {named}"
+        )
+    model = _make(REGISTRY if factory is None else factory, content["arguments"])
     try:
         model.load_state_dict(content["state_dict"])
     except RuntimeError as error:
@@ -66,44 +179,77 @@ def load_model(source: str | os.PathLike[str]) -> nn.Module:
     return model.eval()
 
 
+MODEL_FILES = ("model.safetensors", "model.pt")
+"""Names of the model's file in a run directory: the present one, and that of older runs."""
+
+
 def model_file(source: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint that is meant: a file, or ``model.pt`` in a run directory; ``None`` if it is neither.
+    """The checkpoint that is meant: a file, or that of a run directory; ``None`` if it is neither.
 
     Raises:
         ValueError: if it is a directory without one.
     """
     path = Path(source)
     if path.is_dir():
-        path /= "model.pt"
+        path = next((path / name for name in MODEL_FILES if (path / name).is_file()), path / MODEL_FILES[0])
         if not path.is_file():
             raise ValueError(f"{path} does not exist: {source} is not the directory of a run that has saved a model")
     return path if path.is_file() else None
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """What ``save_checkpoint`` wrote: factory, arguments and weights.
+    """What ``save_checkpoint`` wrote: factory, arguments, weights, and the number of parameters.
 
     Raises:
-        ValueError: if it is something else.
+        ValueError: if it is something else, or damaged.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = path.read_bytes()
+        found = _read_old(content) if content.startswith(b"PK") else _read_safetensors(content)
+    except ImportError:
+        raise
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else "it ends too early"
         raise ValueError(
-            f"{path} is truncated or not a checkpoint of trysquare.save_checkpoint ({type(error).__name__}: {reason})"
+            f"{path} is damaged, or not a checkpoint of trysquare.save_checkpoint ({type(error).__name__}: {reason})"
         ) from error
-    if not isinstance(content, dict) or set(content) != _KEYS:
-        raise ValueError(f"{path} is not a checkpoint of trysquare, which holds {sorted(_KEYS)}: see save_checkpoint")
     for name, kind in (("factory", str), ("arguments", dict), ("state_dict", dict)):
-        if not isinstance(content[name], kind):
+        if not isinstance(found[name], kind):
             raise ValueError(
-                f"{path} holds {name}={content[name]!r:.60}, which must be a {kind.__name__}: see save_checkpoint"
+                f"{path} holds {name}={found[name]!r:.60}, which must be a {kind.__name__}: see save_checkpoint"
             )
-    return content
+    return found
 
 
-def _make(factory: str, arguments: Mapping[str, Any]) -> nn.Module:
+def _read_safetensors(content: bytes) -> dict[str, Any]:
+    place = _digest_place(content)
+    if place < 0:
+        raise ValueError("it has no digest")
+    digest, zeros = content[place : place + len(_NO_DIGEST)], _NO_DIGEST.encode()
+    if hashlib.sha256(content[:place] + zeros + content[place + len(zeros) :]).hexdigest().encode() != digest:
+        raise ValueError("its digest is another one than it says")
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    metadata = header["__metadata__"]
+    return {
+        "factory": metadata["factory"],
+        "arguments": _decoded(json.loads(metadata["arguments"])),
+        "state_dict": _safetensors().load(content),
+        "parameters": int(metadata["parameters"]),
+    }
+
+
+def _read_old(content: bytes) -> dict[str, Any]:
+    """A file of ``torch.save``, as there were before safetensors."""
+    found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    if not isinstance(found, dict) or set(found) != _KEYS:
+        raise ValueError(f"it must hold {sorted(_KEYS)}")
+    weights = found["state_dict"].values() if isinstance(found["state_dict"], dict) else ()
+    return {**found, "parameters": sum(value.numel() for value in weights if isinstance(value, Tensor))}
+
+
+def _make(factory: Factory, arguments: Mapping[str, Any]) -> nn.Module:
+    if not isinstance(factory, str):
+        return _called(factory, getattr(factory, "__name__", repr(factory)), arguments)
     module_name, _, name = factory.partition(":")
     if not module_name or not name:
         raise ValueError(f"{factory!r} must be a checkpoint file that exists, or 'package.module:factory'")
@@ -115,14 +261,16 @@ def _make(factory: str, arguments: Mapping[str, Any]) -> nn.Module:
         make = getattr(importlib.import_module(module_name), name)
     except Exception as error:  # whatever the module does
         raise ValueError(f"cannot import {factory!r}: {_named(error)}") from error
-    if isinstance(make, nn.Module):
-        return make
+    return make if isinstance(make, nn.Module) else _called(make, factory, arguments)
+
+
+def _called(make: Callable[..., Any], name: str, arguments: Mapping[str, Any]) -> nn.Module:
     try:
         model = make(**arguments)
     except Exception as error:  # whatever the factory does
-        raise ValueError(f"{factory!r} failed: {_named(error)}") from error
+        raise ValueError(f"{name!r} failed: {_named(error)}") from error
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{factory!r} made {type(model).__name__}, not an nn.Module")
+        raise ValueError(f"{name!r} made {type(model).__name__}, not an nn.Module")
     return model
 
 

@@ -115,6 +115,9 @@ def _add_audit(commands: Any) -> None:
     summary = "check a network layer by layer, and bound its Lipschitz constant"
     command = _command(commands, "audit", _audit, summary, _AFTERWARDS)
     command.add_argument("model", metavar="MODEL", help="directory of a run, checkpoint, or package.module:factory")
+    command.add_argument(
+        "--factory", metavar="MODULE:NAME", help="what makes the model of a checkpoint that is not ours"
+    )
     command.add_argument("--input-shape", type=_shape, metavar="C,H,W", help="one input; a run knows its own")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     command.add_argument("--plot", type=Path, metavar="FILE", help="write the spectra as a picture")
@@ -199,6 +202,10 @@ def _audit(options: argparse.Namespace, overrides: Overrides) -> None:
     spectra = options.input_shape is None if options.spectra is None else options.spectra
     spectra = spectra or options.plot is not None
     if options.input_shape is None:
+        if options.factory is not None:
+            raise ValueError(
+                "--factory is for a checkpoint: say the shape of its inputs too, such as --input-shape 3,32,32"
+            )
         if not Path(options.model).is_dir():
             raise ValueError(
                 f"{options.model} is not the directory of a run: say the shape of its inputs, such as "
@@ -206,7 +213,7 @@ def _audit(options: argparse.Namespace, overrides: Overrides) -> None:
             )
         report = training.audit_run(training.load_run(options.model, overrides), spectra=spectra, show=_show)
     else:
-        report = audit(load_model(options.model), options.input_shape, spectra=spectra)
+        report = audit(load_model(options.model, options.factory), options.input_shape, spectra=spectra)
         _show(report)
     if options.json is not None:
         with replacing(options.json) as file:

@@ -63,6 +63,21 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file in a folder, to write to.
+
+    Raises:
+        ValueError: if a symbolic link leads out of the folder.
+    """
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(
+            f"{path} leads to {path.resolve()} by a symbolic link, out of {folder}: nothing is written there; remove "
+            "the link"
+        )
+    return path
+
+
 def sha256(path: str | os.PathLike[str]) -> str:
     """Digest of a file, in hexadecimal."""
     with Path(path).open("rb") as file:

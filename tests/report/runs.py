@@ -101,7 +101,7 @@ def make_run(path: Path, epochs=2, samples=80):
     (path / "recipe.yaml").write_text(RECIPE)
     (path / "versions.json").write_text(json.dumps({"trysquare": ts.__version__, "torch": torch.__version__}))
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ts.save_checkpoint(path / "model.pt", model, "tests.report.runs:build", {})
+    ts.save_checkpoint(path / "model.safetensors", model, "tests.report.runs:build", {})
     (path / "certificate.json").write_text(certificate.to_json())
     (path / "attack.json").write_text(attack_report(model, data, certificate, attack=attack).to_json())
     (path / "audit.json").write_text(ts.audit(model, (1, 8, 8), spectra=True).to_json())

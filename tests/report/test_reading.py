@@ -19,7 +19,9 @@ def test_a_run_is_read(run):
     assert found.command("attack").endswith("digits & <tiny>'")
 
 
-@pytest.mark.parametrize("name", ["recipe.yaml", "versions.json", "metrics.jsonl", "model.pt", "certificate.json"])
+@pytest.mark.parametrize(
+    "name", ["recipe.yaml", "versions.json", "metrics.jsonl", "model.safetensors", "certificate.json"]
+)
 def test_a_missing_file_is_named_with_what_writes_it(run, name):
     (run / name).unlink()
     writer = "certify" if name == "certificate.json" else "train"
@@ -58,7 +60,7 @@ def replaced(name, content):
         (replaced("versions.json", "[1]"), r"versions.json: expected a JSON object"),
         (replaced("versions.json", b"\xff\xfe"), r"versions.json: expected a JSON object"),
         (replaced("versions.json", DEEP), r"versions.json: expected a JSON object"),
-        (replaced("model.pt", b"PK nothing"), r"model.pt: expected a checkpoint"),
+        (replaced("model.safetensors", b"PK nothing"), r"model.safetensors: expected a checkpoint"),
         (replaced("certificate.json", "{}"), r"certificate.json: expected a certificate"),
         (replaced("certificate.json", '{"radii": '), r"certificate.json: expected a certificate"),
         (changed("certificate.json", radii=[1.0]), r"certificate.json.*one length"),
@@ -89,12 +91,12 @@ def test_a_damaged_file_is_named_with_what_was_expected(run, damage, message):
         read_run(run)
 
 
-def test_a_checkpoint_of_another_model_is_named(run):
-    import torch
-
-    content = torch.load(run / "model.pt", weights_only=True)
-    torch.save(content | {"arguments": {"channels": 4}}, run / "model.pt")
-    with pytest.raises(ValueError, match=r"model.pt: expected a checkpoint of this model"):
+def test_one_flipped_bit_of_the_model_is_named(run):
+    path = run / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"model.safetensors: expected a checkpoint of a model"):
         read_run(run)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 import trysquare as ts
+from trysquare.checkpoint import read_checkpoint, unpacked
 
 SMALL = {
     "model.widths": [4],
@@ -34,11 +35,11 @@ def trained(path, **overrides):
 
 
 def weights(path):
-    return torch.load(Path(path) / "model.pt", weights_only=True)["state_dict"]
+    return read_checkpoint(Path(path) / "model.safetensors")["state_dict"]
 
 
 def state(path):
-    return torch.load(Path(path) / "checkpoint.pt", weights_only=True)
+    return unpacked(Path(path) / "checkpoint.pt")
 
 
 def same(first, second):

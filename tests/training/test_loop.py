@@ -26,7 +26,7 @@ CPU = World(torch.device("cpu"))
 def test_a_run_directory(tmp_path):
     run = trained(tmp_path / "run")
     assert {path.name for path in run.path.iterdir()} == {
-        "recipe.yaml", "versions.json", "metrics.jsonl", "checkpoint.pt", "model.pt",
+        "recipe.yaml", "versions.json", "metrics.jsonl", "checkpoint.pt", "model.safetensors",
     }  # fmt: skip
     assert ts.training.load_run(run.path).recipe == run.recipe
     assert {"trysquare", "torch", "python", "numpy", "platform", "threads", "date"} <= set(
@@ -113,7 +113,7 @@ def test_kill_in_the_middle_then_resume(tmp_path):
     assert process.returncode == -signal.SIGKILL
     with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
         file.write(b'{"kind": "tra')  # a line that was cut short
-    (tmp_path / "run" / "model.pt.1.tmp").write_bytes(b"half")
+    (tmp_path / "run" / "model.safetensors.1.tmp").write_bytes(b"half")
     assert ts.training.load_run(tmp_path / "run").metrics() is not None
     run = ts.training.resume(tmp_path / "run", quiet=True)
     whole = trained(tmp_path / "whole", **options)
@@ -271,7 +271,7 @@ def test_what_cannot_be_resumed(tmp_path):
     with pytest.raises(ValueError, match="does not fit the recipe"):
         ts.training.resume(run.path)
     (run.path / "checkpoint.pt").write_bytes(good[: len(good) // 2])
-    with pytest.raises(ValueError, match="is not a checkpoint of a run"):
+    with pytest.raises(ValueError, match="damaged"):
         ts.training.resume(run.path)
     (run.path / "checkpoint.pt").unlink()
     with pytest.raises(ValueError, match="before its first checkpoint"):

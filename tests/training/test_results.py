@@ -11,6 +11,7 @@ import torch
 
 import trysquare as ts
 from tests.training.small import arguments, trained
+from trysquare.checkpoint import REGISTRY, read_checkpoint
 from trysquare.cli import main
 
 
@@ -77,7 +78,7 @@ def test_files_name_the_weights_that_they_are_about(run, capsys, tmp_path):
     shutil.copytree(run.path, folder)
     for command in ("certify", "attack", "audit", "report"):
         assert main([command, str(folder), *(["--samples", "20"] if command in ("certify", "attack") else [])]) == 0
-    digest = hashlib.sha256((folder / "model.pt").read_bytes()).hexdigest()
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     for name in ("certificate", "attack", "audit"):
         assert json.loads((folder / f"{name}.json").read_text())["model_sha256"] == digest
     assert "of other weights" not in (folder / "report.html").read_text()
@@ -103,11 +104,12 @@ def test_a_model_that_is_not_the_recipes_is_refused(run, tmp_path, capsys):
     folder, other = tmp_path / "run", tmp_path / "other"
     shutil.copytree(run.path, folder)
     trained(other, **{"train.epochs": 1, "model.std": 0.5})
-    shutil.copy(other / "model.pt", folder)
+    shutil.copy(other / "model.safetensors", folder)
     for command in ("certify", "attack", "audit", "export"):
         assert main([command, str(folder)]) == 1
         assert (
-            "model.pt is of another model: it has {'std': 0.5}, the recipe has {'std': None}" in capsys.readouterr().err
+            "model.safetensors is of another model: it has {'std': 0.5}, the recipe has {'std': None}"
+            in capsys.readouterr().err
         )
 
 
@@ -166,8 +168,8 @@ def test_recipes_are_listed(capsys):
         ("train --model.dense_width 7", "7 channels cannot be sorted in pairs"),
         ("certify RUN --samples 1000", "samples=1000 must be from 1 to 355"),
         ("certify nowhere", "there is no recipe.yaml"),
-        ("audit RUN/recipe.yaml --input-shape 1,8,8", "truncated or not a checkpoint"),
-        ("audit RUN/export --input-shape 1,8,8", "model.pt does not exist"),
+        ("audit RUN/recipe.yaml --input-shape 1,8,8", "damaged, or not a checkpoint"),
+        ("audit RUN/export --input-shape 1,8,8", "model.safetensors does not exist"),
         (
             "export RUN --data.name mnist",
             "export does not take --data.name; what it takes: --data.root, --data.workers",
@@ -203,9 +205,9 @@ def test_a_stopped_run_has_an_exit_code_of_its_own(capsys, monkeypatch):
 
 def test_a_model_of_another_run(run, tmp_path, capsys):
     other = trained(tmp_path / "other", **{"train.epochs": 1})
-    content = torch.load(other.path / "model.pt", weights_only=True)
-    content["arguments"]["dense_width"] = 32
-    torch.save(content, other.path / "model.pt")
+    content = read_checkpoint(other.path / "model.safetensors")
+    arguments = {**content["arguments"], "dense_width": 32}
+    ts.save_checkpoint(other.path / "model.safetensors", other.model(), REGISTRY, arguments)
     assert main(["certify", str(other.path)]) == 1
     assert "is of another model: it has {" in capsys.readouterr().err
 
@@ -281,7 +283,7 @@ def test_onnx_needs_its_packages(run, monkeypatch, capsys):
 def test_what_a_directory_holds(run):
     from trysquare.training.results import summary
 
-    assert (str(run.path / "model.pt"), "the model, for ts.load_model") in summary(run)
+    assert (str(run.path / "model.safetensors"), "the model, for ts.load_model") in summary(run)
 
 
 def test_the_commands_of_the_readme(tmp_path, monkeypatch, capsys):

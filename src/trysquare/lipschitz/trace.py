@@ -303,7 +303,7 @@ class Shadow(TorchDispatchMode):
         self._created: dict[int, StorageWeakRef] = {}
         self._written: dict[int, _Memory] = {}
         self._raw: set[int] = set()  # memory that holds whatever was there before
-        self._given_away: set[int] = set()  # memory that is known under other names than torch's
+        self._given_away: dict[int, StorageWeakRef] = {}  # memory that is known under other names than torch's
 
     # What subclasses say.
 
@@ -412,7 +412,7 @@ class Shadow(TorchDispatchMode):
     def give_away(self, tensor: Tensor) -> None:
         """Note that somebody can reach the memory of a plain tensor past torch: no value may be written there."""
         if self.payload(tensor) is None and _has_memory(tensor):
-            self._given_away.add(_address(tensor))
+            self._given_away[_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     def _refuse_chance(self, func: Any, args: Any) -> None:
         if torch.Tag.nondeterministic_seeded in func.tags and not _nothing_drawn(func, args):
@@ -585,7 +585,8 @@ class Shadow(TorchDispatchMode):
         """Payload to write to; a plain tensor has one from its first value that depends on the input on."""
         if (payload := self.payload(target)) is not None:
             return payload
-        if _address(target) in self._given_away:
+        known = self._given_away.get(_address(target))
+        if known is not None and not known.expired():
             raise NoRuleError(
                 f"values that depend on the input are written into memory that numpy, or another dtype, reads as well "
                 f"({user_line()}), where they cannot be followed"

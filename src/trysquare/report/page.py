@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 from trysquare.data import Images
-from trysquare.files import write_whole
+from trysquare.files import inside, write_whole
 from trysquare.report import sections, summary
 from trysquare.report.gallery import gallery
 from trysquare.report.markup import Markup, join, tag
@@ -37,8 +37,8 @@ def write_report(
     """Write ``report.html`` into a run directory: one file that needs no other, and no network.
 
     Args:
-        run: holds ``recipe.yaml``, ``versions.json``, ``metrics.jsonl``, ``model.pt`` and ``certificate.json``; with
-            ``attack.json`` and ``audit.json`` the report says more.
+        run: holds ``recipe.yaml``, ``versions.json``, ``metrics.jsonl``, ``model.safetensors`` and
+            ``certificate.json``; with ``attack.json`` and ``audit.json`` the report says more.
         images: test data that the certificate is of, in its order; the certificate may be of the first of them.
         why_no_images: what the page says if there are none.
 
@@ -50,7 +50,7 @@ def write_report(
         ValueError: if a file of the run is missing or damaged; it names the file and what was expected.
     """
     content = page(read_run(Path(run)), images, why_no_images)
-    target = Path(run) / "report.html"
+    target = inside(Path(run), "report.html")
     write_whole(target, content)
     return target
 

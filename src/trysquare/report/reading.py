@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from trysquare.attacks import AttackReport
 from trysquare.auditing import AuditReport
 from trysquare.certification import Certificate
-from trysquare.checkpoint import load_model
+from trysquare.checkpoint import MODEL_FILES, read_checkpoint
 from trysquare.files import DIGEST, sha256
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class Run:
         certificate: of the model on the test data.
         attack: ``None`` if there is none yet, as with ``audit``.
         audit: layer by layer.
-        outdated: what the report shows of other weights than those of ``model.pt``: ``"certificate"``, ``"attack"`` or
+        outdated: what the report shows of other weights than those of the model: ``"certificate"``, ``"attack"`` or
             ``"audit"``.
     """
 
@@ -95,7 +95,7 @@ def read_run(path: Path) -> Run:
         sections,
         _read(path / "versions.json", "a JSON object of versions", _object),
         _read(path / "metrics.jsonl", "a JSON object with kind and step on each line", _metrics),
-        _parameters(_present(path / "model.pt", "trysquare train")),
+        _parameters(_model(path)),
         _read(path / "certificate.json", "a certificate", _certificate, f"trysquare certify {path}"),
         _optional(path / "attack.json", "an attack report", _attack),
         _optional(path / "audit.json", "an audit", _audit),
@@ -125,7 +125,7 @@ def read_recipe(path: Path) -> tuple[str, Mapping[str, Any]]:
 
 def _outdated(path: Path) -> tuple[str, ...]:
     """Files that name the digest of another model; one without was not written by a command, and is believed."""
-    digest = sha256(path / "model.pt")
+    digest = sha256(_model(path))
     files = {name: path / f"{name}.json" for name in COMMANDS}
     about = {name: json.loads(file.read_bytes()).get(DIGEST, digest) for name, file in files.items() if file.is_file()}
     return tuple(name for name, found in about.items() if found != digest)
@@ -169,11 +169,16 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value
 
 
+def _model(path: Path) -> Path:
+    found = next((path / name for name in MODEL_FILES if (path / name).is_file()), path / MODEL_FILES[0])
+    return _present(found, "trysquare train")
+
+
 def _parameters(path: Path) -> int:
     try:
-        return sum(parameter.numel() for parameter in load_model(path).parameters())
-    except Exception as error:  # the factory may raise anything
-        raise ValueError(f"{path}: expected a checkpoint of this model, found another ({_brief(error)})") from error
+        return int(read_checkpoint(path)["parameters"])
+    except ValueError as error:
+        raise ValueError(f"{path}: expected a checkpoint of a model, found something else ({_brief(error)})") from error
 
 
 def _certificate(text: str) -> Certificate:

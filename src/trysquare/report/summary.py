@@ -17,7 +17,7 @@ def warnings(run: Run) -> list[Markup]:
     found: list[tuple[object, ...]] = [
         (
             tag("strong", f"The {name} is of other weights"),
-            " than those in model.pt, which changed afterwards. Run ",
+            " than those of the model now, which changed afterwards. Run ",
             tag("code", run.command(COMMANDS[name])),
             " again.",
         )

@@ -21,8 +21,6 @@ from trysquare.training.distribution import World
 from trysquare.training.optimizers import OPTIMIZERS, Stepper
 from trysquare.training.recipe import MARGINS, Recipe
 
-FACTORY = "trysquare.models:build"
-
 
 def load_images(recipe: Recipe, split: str) -> Images:
     """Images of the recipe's data set.

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,8 @@ def train(recipe: Recipe, out: str | os.PathLike[str] | None = None, *, quiet: b
     with joined(recipe.train.device) as world:
         parts = build_parts(recipe, world)
         run: Any = world.shared(start_run(recipe, out) if world.leads else None)
-        return _Training(parts, run, quiet).run_to_the_end()
+        with run.locked() if world.leads else nullcontext():
+            return _Training(parts, run, quiet).run_to_the_end()
 
 
 def resume(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None, *, quiet: bool = False) -> Run:
@@ -82,7 +83,7 @@ def resume(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = N
         if key not in _MAY_CHANGE:
             raise ValueError(f"{key} cannot change while a run is resumed; what can: {', '.join(_MAY_CHANGE)}")
     run = load_run(path, overrides)
-    with joined(run.recipe.train.device) as world:
+    with joined(run.recipe.train.device) as world, run.locked() if world.leads else nullcontext():
         training = _Training(build_parts(run.recipe, world), run, quiet)
         training.restore(run.read_state())
         if world.leads:

@@ -12,6 +12,7 @@ from torch import Tensor
 from trysquare.attacks import AttackReport, attack_report, autoattack_l2, pgd_l2
 from trysquare.auditing import AuditReport, audit
 from trysquare.certification import Certificate, certify
+from trysquare.checkpoint import MODEL_FILES
 from trysquare.export import FORMATS, export
 from trysquare.files import DIGEST, check_writable, sha256
 from trysquare.naming import pick
@@ -91,14 +92,14 @@ def audit_run(run: Run, *, spectra: bool = False, show: Show[AuditReport] | None
 
 
 def _about(run: Run, name: str) -> dict[str, str]:
-    """What tells the present ``model.pt`` from later ones; asked for before it is read, so that a doubt is seen.
+    """What tells the present model from later ones; asked for before it is read, so that a doubt is seen.
 
     Raises:
         ValueError: if the file of this name, which is to hold it, could not be written.
     """
-    check_writable(run.path / name)
-    path = run.path / "model.pt"
-    return {DIGEST: sha256(path)} if path.is_file() else {}
+    check_writable(run.place(name))
+    path = next((run.path / model for model in MODEL_FILES if (run.path / model).is_file()), None)
+    return {} if path is None else {DIGEST: sha256(path)}
 
 
 def _written(run: Run, name: str, about: dict[str, str], result: R, show: Show[R] | None) -> R:
@@ -127,7 +128,7 @@ def export_run(run: Run, file_format: str = "torch") -> tuple[Path, float]:
     Raises:
         ValueError: before the work, if the file could not be written.
     """
-    path = run.path / "export" / pick(FORMATS, file_format, "format")
+    path = run.place(f"export/{pick(FORMATS, file_format, 'format')}")
     path.parent.mkdir(exist_ok=True)
     check_writable(path)
     return path, export(run.model(), path, _examples(run), file_format)
@@ -140,6 +141,7 @@ def summary(run: Run) -> list[tuple[str, str]]:
         "versions.json": "versions and machine",
         "metrics.jsonl": "training, one JSON object a line",
         "checkpoint.pt": "to resume from",
+        "model.safetensors": "the model, for ts.load_model",
         "model.pt": "the model, for ts.load_model",
         "certificate.json": "certified radius of every test image",
         "attack.json": "what an attack found",

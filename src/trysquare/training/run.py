@@ -1,7 +1,8 @@
 """The directory of a run: what is in it, and how it is written.
 
 ``recipe.yaml`` (every default filled in), ``versions.json``, ``metrics.jsonl``, ``checkpoint.pt`` (to resume),
-``model.pt`` (to use), and later ``certificate.json``, ``attack.json``, ``audit.json``, ``report.html`` and ``export/``.
+``model.safetensors`` (to use), and later ``certificate.json``, ``attack.json``, ``audit.json``, ``report.html`` and
+``export/``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import json
 import os
 import platform
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,11 +23,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from trysquare.checkpoint import load_model, model_file, packed, read_checkpoint, save_checkpoint
+from trysquare.checkpoint import (
+    MODEL_FILES,
+    REGISTRY,
+    load_model,
+    model_file,
+    packed,
+    read_checkpoint,
+    save_checkpoint,
+    unpacked,
+)
 from trysquare.data import Loader
 from trysquare.data.sets import Part
-from trysquare.files import write_whole
-from trysquare.training.build import FACTORY, load_images
+from trysquare.files import inside, write_whole
+from trysquare.training.build import load_images
 from trysquare.training.library import read_recipe
 from trysquare.training.recipe import Recipe
 
@@ -85,14 +97,50 @@ class Run:
         Raises:
             OSError: if it cannot be written; an older one is untouched.
         """
-        path = self.path / name
+        path = self.place(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, content)
         return path
 
+    def place(self, name: str) -> Path:
+        """Where a file of the run is written to.
+
+        Raises:
+            ValueError: if a symbolic link leads out of the run.
+        """
+        return inside(self.path, name)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Context in which no other process trains into the directory; the lock ends with the process in any case.
+
+        Raises:
+            ValueError: if another one does.
+        """
+        try:
+            import fcntl
+        except ImportError:  # a system without them
+            yield
+            return
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(
+                    f"another process is training in {self.path}: wait for it, stop it, or take another directory"
+                ) from error
+            except OSError as error:
+                warnings.warn(
+                    f"{self.path} cannot be locked ({error}): take care that one process trains in it", stacklevel=2
+                )
+            yield
+        finally:
+            os.close(folder)
+
     def save_model(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
         """Write the model with its present weights."""
-        save_checkpoint(self.path / "model.pt", model, FACTORY, arguments)
+        save_checkpoint(self.place(MODEL_FILES[0]), model, REGISTRY, arguments)
 
     def save_state(self, state: Mapping[str, Any]) -> None:
         """Write what resuming needs."""
@@ -107,10 +155,7 @@ class Run:
         path = self.path / "checkpoint.pt"
         if not path.is_file():
             raise ValueError(f"{path} does not exist: the run was stopped before its first checkpoint; start it anew")
-        try:
-            return dict(torch.load(path, map_location="cpu", weights_only=True))
-        except Exception as error:
-            raise ValueError(f"{path} is not a checkpoint of a run: {error}") from error
+        return unpacked(path)
 
     def append_metrics(self, record: Mapping[str, Any]) -> int:
         """Add a line; the size of the file afterwards.
@@ -118,7 +163,7 @@ class Run:
         Raises:
             OSError: if it cannot be written; it names the file. What was written of the line is cut off at resume.
         """
-        path = self.path / "metrics.jsonl"
+        path = self.place("metrics.jsonl")
         try:
             with path.open("ab") as file:
                 file.write(json.dumps(record).encode() + b"\n")
@@ -130,7 +175,7 @@ class Run:
 
     def cut_metrics(self, size: int) -> None:
         """Drop what was written after a checkpoint."""
-        path = self.path / "metrics.jsonl"
+        path = self.place("metrics.jsonl")
         if path.is_file():
             os.truncate(path, min(size, path.stat().st_size))
 
