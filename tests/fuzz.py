@@ -232,6 +232,7 @@ class Program(nn.Module):
         dice = random.Random(seed)
         torch.manual_seed(seed)
         self.parts = nn.ModuleList()
+        self.own = nn.Parameter(torch.zeros(1))  # without one, a model has no dtype of its own
         self.dtype = torch.float64 if dice.random() < 0.8 else torch.float32
         self.shape = dice.choice(
             [(dice.randint(2, 8),), (dice.randint(1, 4), dice.randint(3, 6)), (dice.randint(1, 3), 4, 4), (2, 3, 3)]

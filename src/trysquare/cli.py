@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import codecs
+import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,13 @@ from trysquare.export import FORMATS
 from trysquare.files import check_writable, replacing
 from trysquare.plotting import check_picture, plot_spectra
 from trysquare.report import recipe_images, write_report
+from trysquare.training.values import quotient
 
 Overrides = Mapping[str, Any]
 
-_FAILED, _INTERRUPTED = 1, 130
+_FAILED, _INTERRUPTED, _ENDED_EARLY = 1, 130, 141
+# What is written where a terminal has no such letters: one for each, so that tables stay tables.
+_PLAIN = {"σ": "s", "√": "r", "≤": "<", "≥": ">", "×": "x", "±": "~", "·": "*", "…": ".", "→": ">"}
 # Of the recipe of a run that is there already.
 _MOVED = ("data.root",)
 _AFTERWARDS = (*_MOVED, "data.workers", "evaluate.batch_size")
@@ -27,11 +32,16 @@ _AFTERWARDS = (*_MOVED, "data.workers", "evaluate.batch_size")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``trysquare`` with the given arguments; the exit code: 1 after an error, 130 after an interrupt."""
+    _take_any_terminal()
     try:
         left, overrides = training.split_overrides(sys.argv[1:] if arguments is None else arguments)
         options = _parser().parse_args(left)
         _require_taken(options, overrides)
         options.run(options, overrides)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read has seen enough, as with ``| head -1``
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _ENDED_EARLY
     except training.StoppedError as stopped:
         return _fail(str(stopped), _INTERRUPTED)
     except KeyboardInterrupt:
@@ -41,6 +51,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # of somebody else's model, so the type is part of what happened
         return _fail(f"{type(error).__name__}: {error}", _FAILED)
     return 0
+
+
+def _plainly(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(_PLAIN.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
+
+
+def _take_any_terminal() -> None:
+    """Write plain letters where the terminal, or the file that output goes to, has no others."""
+    codecs.register_error("trysquare", _plainly)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="trysquare")
 
 
 def _require_taken(options: argparse.Namespace, overrides: Overrides) -> None:
@@ -156,9 +179,12 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def _radius(text: str) -> float:
     try:
-        return float(Fraction(text))
-    except (ValueError, ZeroDivisionError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a radius, such as 0.5 or 36/255") from error
+        radius = quotient(text)
+    except (ValueError, ZeroDivisionError):
+        radius = math.nan
+    if not 0 <= radius < math.inf:
+        raise argparse.ArgumentTypeError(f"{text:.40} must be a radius, such as 0.5 or 36/255")
+    return radius
 
 
 def _recipes(options: argparse.Namespace, overrides: Overrides) -> None:

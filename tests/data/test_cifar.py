@@ -113,7 +113,7 @@ def batch(n=4, **changes):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([1, 2], "expected a pickled dictionary, found list"),
+        ([1, 2], "expected a pickled dictionary with names as keys, found list"),
         (
             batch(data=np.zeros((4, 100), np.uint8)),
             r"expected 'data' to be an array \(n, 3072\), found shape \(4, 100\)",

@@ -187,6 +187,8 @@ def _annotated(annotations: Path, classes: tuple[str, ...], size: int) -> Folder
         wnid = rest.split("\t")[0]
         if wnid not in number:
             raise ValueError(f"{annotations}: expected a class of 'train' in line {count}, found {wnid!r}")
+        if Path(name).name != name:
+            raise ValueError(f"{annotations}: expected the name of a file in 'images' in line {count}, found {name!r}")
         files.append(str(require_file(annotations.parent / "images" / name)))
         labels.append(number[wnid])
     if not files:
@@ -199,9 +201,26 @@ def _open(file: str, decode: bool) -> Image.Image:
     pillow: Any = _pillow()
     try:
         with pillow.open(file) as image:
+            _refuse_claims(file, *image.size)
             return image.convert("RGB") if decode else image
-    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, MemoryError, pillow.DecompressionBombError) as error:
         raise ValueError(f"{file}: expected an image, found a file that Pillow cannot read ({error})") from error
+
+
+def _refuse_claims(file: str, width: int, height: int) -> None:
+    """Refuse an image whose header claims more pixels than its file can hold, however well they are compressed."""
+    size = os.path.getsize(file)
+    if 3 * width * height > _BEST_COMPRESSION * size + _SMALL_IMAGE:
+        raise ValueError(f"it claims {width} x {height} pixels, which its {size} bytes cannot hold")
+    if max(width, height) > _LONGEST * min(width, height):
+        raise ValueError(f"it has {width} x {height} pixels: one side is more than {_LONGEST} times the other")
+
+
+# No format of images compresses by more: deflate by 1032. Images below so many bytes are harmless.
+_BEST_COMPRESSION = 2000
+_SMALL_IMAGE = 1 << 20
+# A side this many times the other would be resized to something enormous.
+_LONGEST = 100
 
 
 def _middle(image: Image.Image, resize: int, size: int) -> Image.Image:

@@ -6,8 +6,10 @@ the encoding by which Python 3 writes bytes into old pickles; for each it gets a
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
+import pickletools
 from pathlib import Path
 from typing import Any
 
@@ -80,16 +82,33 @@ def read_pickled_dict(path: Path) -> dict[str, Any]:
             names is run.
     """
     try:
-        with path.open("rb") as file:
-            content = _Reader(file, encoding="bytes").load()
+        program = path.read_bytes()
+        _refuse_claims(program)
+        content = _Reader(io.BytesIO(program), encoding="bytes").load()
     except Exception as error:  # a damaged pickle fails in every way that there is
         reason = str(error) or type(error).__name__
         raise ValueError(
             f"{path}: expected a pickle of arrays and lists, found one that cannot be read: {reason}"
         ) from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a pickled dictionary, found {type(content).__name__}")
+    if not isinstance(content, dict) or not all(isinstance(key, bytes | str) for key in content):
+        raise ValueError(f"{path}: expected a pickled dictionary with names as keys, found {type(content).__name__}")
     return {_text(key): value.values if isinstance(value, _Array) else value for key, value in content.items()}
+
+
+def _refuse_claims(program: bytes) -> None:
+    """Refuse a pickle that asks for more memory than its length explains: places of a memo that it does not fill.
+
+    Lengths of its strings are checked by the reader, which finds the file at its end.
+    """
+    operations = pickletools.genops(program)
+    for count, (operation, argument, _) in enumerate(operations):
+        if operation.name in _MEMO and isinstance(argument, int) and argument > count:
+            raise pickle.UnpicklingError(
+                f"operation {count} asks for place {argument} of a memo that has {count} at most"
+            )
+
+
+_MEMO = frozenset(["PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"])
 
 
 def _text(key: object) -> str:

@@ -44,9 +44,16 @@ class Builder:
     def __call__(self, input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, **options: Any) -> Classifier:
         """Build the model; see ``build``."""
         chosen = {**self.options, **self._known(options)}
+        for name, value in chosen.items():
+            _refuse_endless(name, value)
         scaling = _scaling(chosen.pop("mean"), chosen.pop("std"))
         make_head = choose("head", chosen.pop("head"), HEADS)
-        layers, features = self.body(_checked(input_shape), **chosen)
+        try:
+            layers, features = self.body(_checked(input_shape), **chosen)
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, MemoryError) or "allocate" in str(error):
+                raise ValueError(f"this machine has not enough memory for a model with {options}") from error
+            raise
         return Classifier(nn.Sequential(*scaling, *layers), make_head(features, positive("classes", classes)))
 
     def _known(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -66,6 +73,20 @@ def _scaling(mean: Scale | None, std: Scale | None) -> list[nn.Module]:
     if mean is None and std is None:
         return []
     return [InputScaling(0.0 if mean is None else mean, 1.0 if std is None else std)]
+
+
+# Of a list of widths or depths, and of any number in it.
+_MOST_ENTRIES, _LARGEST = 64, 10**7
+
+
+def _refuse_endless(name: str, value: Any) -> None:
+    """Refuse numbers that no machine could make a model of."""
+    entries = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    if len(entries) > _MOST_ENTRIES:
+        raise ValueError(f"{name} has {len(entries)} entries, and a model has at most {_MOST_ENTRIES} stages")
+    for entry in entries:
+        if isinstance(entry, int) and entry > _LARGEST:
+            raise ValueError(f"{name}={entry} must be at most {_LARGEST}")
 
 
 def _checked(input_shape: Sequence[int]) -> Shape:

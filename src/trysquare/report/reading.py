@@ -15,6 +15,7 @@ from trysquare.auditing import AuditReport
 from trysquare.certification import Certificate
 from trysquare.checkpoint import MODEL_FILES, read_checkpoint
 from trysquare.files import DIGEST, sha256
+from trysquare.training.library import refuse_bombs
 
 T = TypeVar("T")
 
@@ -116,6 +117,7 @@ def read_recipe(path: Path) -> tuple[str, Mapping[str, Any]]:
 
     def parsed(text: str) -> tuple[str, Mapping[str, Any]]:
         try:
+            refuse_bombs(text)
             return text, _mapping(yaml.safe_load(text))
         except yaml.YAMLError as error:
             raise ValueError(error) from error

@@ -50,13 +50,42 @@ def _read(path: Path) -> dict[str, Any]:
     parser = yaml()
     try:
         text = path.read_text()
+        refuse_bombs(text)
         repeated = _repeated_key(parser.compose(text, Loader=parser.SafeLoader))
         content = parser.safe_load(text)
-    except (parser.YAMLError, UnicodeDecodeError) as error:
+    except (parser.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     if repeated:
         raise ValueError(f"{path}: {repeated}; leave one of them out")
     return as_mapping(content, str(path))
+
+
+# Values that a recipe may stand for, written out.
+_MOST_VALUES = 10_000
+
+
+def refuse_bombs(text: str) -> None:
+    """Refuse YAML of aliases: a few lines of them can stand for more than any memory holds.
+
+    Raises:
+        ValueError: if it stands for very many values, or for itself.
+    """
+    parser = yaml()
+    sizes: dict[int, int] = {}
+
+    def size(node: Any) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = _MOST_VALUES + 1  # if it is met again inside of itself
+            parts = node.value if isinstance(node, parser.CollectionNode) else []
+            flat = [part for entry in parts for part in (entry if isinstance(entry, tuple) else (entry,))]
+            sizes[id(node)] = 1 + sum(map(size, flat))
+        return sizes[id(node)]
+
+    root = parser.compose(text, Loader=parser.SafeLoader)
+    if root is not None and size(root) > _MOST_VALUES:
+        raise ValueError(f"it stands for more than {_MOST_VALUES} values, by aliases: write out what is meant")
 
 
 def _repeated_key(node: Any, above: str = "") -> str:
@@ -104,8 +133,11 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]
 def _value(key: str, text: str) -> Any:
     parser = yaml()
     try:
+        refuse_bombs(text)
         value = parser.safe_load(text)
-    except parser.YAMLError as error:
-        raise ValueError(f"{key}: {text!r} is not a value in YAML") from error
+    except (parser.YAMLError, RecursionError) as error:
+        raise ValueError(f"{key}: {text!r:.60} is not a value in YAML") from error
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
     typed = wants_text(key.removeprefix("--")) and value is not None and not isinstance(value, str)
     return text if typed else value

@@ -18,6 +18,7 @@ from trysquare.training.values import convert
 
 PRECISIONS = ("float32", "bfloat16")
 _LARGEST_SEED = 2**63 - 1
+_LARGEST_COUNT = 10**9
 S = TypeVar("S")
 
 
@@ -307,7 +308,7 @@ Range = tuple[str, Callable[[Any], bool]]
 
 
 def _at_least(least: int) -> Range:
-    return f"at least {least}", lambda value: bool(value >= least)
+    return f"at least {least} and at most {_LARGEST_COUNT}", lambda value: bool(least <= value <= _LARGEST_COUNT)
 
 
 # Of numbers and of each number of a list. Comparisons are such that nan does not fit.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from typing import Any, Union, get_args, get_origin
 
 
@@ -77,9 +76,19 @@ def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise TypeError
     try:
-        return float(Fraction(value)) if isinstance(value, str) and "/" in value else float(value)
-    except (ValueError, ZeroDivisionError) as error:
+        return quotient(value) if isinstance(value, str) else float(value)
+    except (ValueError, OverflowError, ZeroDivisionError) as error:
         raise TypeError from error
+
+
+def quotient(text: str) -> float:
+    """A number, or a quotient of two such as ``36/255``; at once, however large it claims to be.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    above, slash, below = text.partition("/")
+    return float(above) / float(below) if slash else float(text)
 
 
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}

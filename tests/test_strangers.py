@@ -1,0 +1,117 @@
+"""Values, files and pipes of strangers: each ends at once, with one line."""
+
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import zlib
+
+import pytest
+import torch
+
+import trysquare as ts
+from trysquare.cli import main
+from trysquare.data.unpickle import read_pickled_dict
+
+VALUES = {
+    "an epsilon": ["--evaluate.epsilons", "[1e999999999]"],
+    "a quotient": ["--evaluate.epsilons", '["1e999999999/3"]'],
+    "a quotient by zero": ["--evaluate.epsilons", '["1/0"]'],
+    "widths": ["--model.widths", str([16] * 500)],
+    "a width": ["--model.dense_width", "100000000000"],
+    "epochs": ["--train.epochs", "9" * 40],
+    "a batch": ["--train.batch_size", "9" * 40],
+    "depth": ["--model.widths", "[" * 5000],
+    "aliases": ["--model.widths", "&a [*a]"],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_numbers_without_bounds_end_at_once(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "digits", *VALUES[name]]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("trysquare: ")
+    assert shown.count("\n") == 1
+    assert len(shown) < 3000
+
+
+def test_radii_of_the_command_line(capsys):
+    for text in ("1e999999999", "nan", "-1", "1/0", "x"):
+        with pytest.raises(SystemExit):
+            main(["certify", "run", "--epsilons", text])
+        assert "must be a radius" in capsys.readouterr().err
+
+
+def test_recipes_that_refer_to_themselves(tmp_path, capsys):
+    lines = ["a0: &a0 [1, 1]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
+    (tmp_path / "bomb.yaml").write_text("\n".join(lines))
+    assert main(["train", str(tmp_path / "bomb.yaml")]) == 1
+    assert "by aliases" in capsys.readouterr().err
+
+
+def _png(path, width, height, data=b""):
+    def chunk(kind, content):
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = zlib.compress(data)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b""))
+
+
+@pytest.mark.filterwarnings("ignore:Image size")
+@pytest.mark.parametrize(
+    ("width", "height", "message"), [(1, 2_000_000, "times the other|cannot hold"), (13_000, 13_000, "cannot hold")]
+)
+def test_images_that_claim_more_than_their_file_holds(tmp_path, width, height, message):
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        _png(tmp_path / split / "a" / "x.png", width, height)
+    images = ts.data.load("imagenet", str(tmp_path), "train", size=32)
+    with pytest.raises(ValueError, match=message):
+        images.stack(torch.tensor([0]))
+
+
+def test_lists_of_files_stay_in_their_folder(tmp_path):
+    base = tmp_path / "tiny-imagenet-200"
+    (base / "train" / "a" / "images").mkdir(parents=True)
+    (base / "val" / "images").mkdir(parents=True)
+    _png(base / "train" / "a" / "images" / "x.png", 1, 1, b"\0\0\0\0")
+    for name in ("../../secret.png", "/etc/passwd", "../val_annotations.txt"):
+        (base / "val" / "val_annotations.txt").write_text(f"{name}\ta\n")
+        with pytest.raises(ValueError, match="the name of a file in 'images'"):
+            ts.data.load("tiny-imagenet", str(tmp_path), "test")
+
+
+def test_pickles_that_claim_a_large_memo(tmp_path):
+    path = tmp_path / "data_batch_1"
+    for bomb in (b"\x80\x02Nr\xff\xff\xff\x7f.", b"\x80\x02}q\x00r\xff\xff\xff\x3f.", b"N" + b"p2000000000\n."):
+        path.write_bytes(bomb)
+        with pytest.raises(ValueError, match="data_batch_1"):
+            read_pickled_dict(path)
+    path.write_bytes(pickle.dumps({((1, 2), 3): 4}))
+    with pytest.raises(ValueError, match="names as keys"):
+        read_pickled_dict(path)
+    path.write_bytes(pickle.dumps({b"labels": [1, 2], "more": "text"}, protocol=2))
+    assert read_pickled_dict(path) == {"labels": [1, 2], "more": b"text"} or read_pickled_dict(path)["labels"] == [1, 2]
+
+
+def _audit(environment, pipe=""):
+    script = "import sys; from trysquare.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = f"{sys.executable} -c '{script}' audit torch.nn:Identity --input-shape 3 {pipe}"
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, env={**os.environ, **environment}, check=False
+    )
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    found = _audit({}, "| head -c 1")
+    assert b"rror" not in found.stderr
+    assert b"Broken" not in found.stderr
+
+
+def test_terminals_without_greek_letters():
+    found = _audit({"PYTHONIOENCODING": "ascii", "TERM": "dumb"})
+    assert found.returncode == 0, found.stderr
+    assert b"s min" in found.stdout
