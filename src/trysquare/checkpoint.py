@@ -49,7 +49,9 @@ def save_checkpoint(
             else than tensors.
         ImportError: if safetensors is not installed.
     """
-    module, _, name = factory.partition(":")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    module, _, name = factory.partition(":") if isinstance(factory, str) else ("", "", "")
     if not module or not name:
         raise ValueError(f"factory={factory!r} must be 'package.module:function', what makes the model again")
     tensors = {}
@@ -58,8 +60,8 @@ def save_checkpoint(
             raise ValueError(f"{key} of the model is {type(value).__name__}, and a checkpoint holds tensors alone")
         tensors[key] = value.detach().cpu().contiguous().clone()  # tied weights share memory, which the format refuses
     try:
-        described = json.dumps(_encoded(dict(arguments or {})), sort_keys=True)
-    except TypeError as error:
+        described = json.dumps(_encoded(dict(arguments or {})), sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
         raise ValueError(f"arguments={arguments!r} must be of plain types: {error}") from error
     parameters = sum(parameter.numel() for parameter in model.parameters())
     metadata = {"factory": factory, "arguments": described, "parameters": str(parameters), "sha256": _NO_DIGEST}

@@ -39,6 +39,8 @@ def to_torch(model: nn.Module, *, keep: tuple[type[nn.Module], ...] = ()) -> nn.
     >>> type(plain[0]).__name__
     'Conv2d'
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     modules: list[Any] = [m for m in model.modules() if not isinstance(m, keep)]
     # A copy that is given beforehand replaces the module wherever it occurs.
     replaced: dict[int, Any] = {id(m): m.as_torch() for m in modules if callable(getattr(m, "as_torch", None))}

@@ -53,6 +53,17 @@ def positive(name: str, value: int) -> int:
     return size
 
 
+def number(name: str, value: float) -> float:
+    """``value`` as a number.
+
+    Raises:
+        TypeError: if it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, not {type(value).__name__}")
+    return float(value)
+
+
 def check_groups(groups: int, **channels: int) -> None:
     """Refuse numbers of channels that are not positive, or that are not divisible by ``groups``.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trysquare.geometry import positive
+from trysquare.geometry import number, positive
 from trysquare.linalg.precision import at_least_float32
 from trysquare.linalg.sorting import max_min
 
@@ -257,7 +257,8 @@ class NActivation(nn.Module):
         self, channels: int, low: float = -1.0, high: float = 0.0, dim: int = 1, device: Any = None, dtype: Any = None
     ) -> None:
         super().__init__()
-        if low > high:
+        low, high = number("low", low), number("high", high)
+        if not low <= high:
             raise ValueError(f"low={low} must not be above high={high}")
         self.channels, self.start, self.dim = positive("channels", channels), (low, high), dim
         self.kinks = nn.Parameter(torch.empty(2, self.channels, device=device, dtype=dtype))

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from trysquare.geometry import positive
 from trysquare.layers.activations import MaxMin
 from trysquare.layers.conv import CONVOLUTION, Size
 from trysquare.layers.residual import LearnableResidual
@@ -48,7 +49,7 @@ class DepthwiseResidualBlock(LearnableResidual):
         dtype: Any = None,
         **convolution: Any,
     ) -> None:
-        hidden = multiplier * channels
+        hidden = positive("multiplier", multiplier) * positive("channels", channels)
         if hidden % 2:
             raise ValueError(f"channels={channels} x multiplier={multiplier} is odd, but MaxMin sorts pairs")
         options = {"bias": bias, "padding_mode": padding_mode, "device": device, "dtype": dtype, **convolution}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trysquare.geometry import number
 from trysquare.layers.pooling import EuclideanNorm
 from trysquare.linalg.precision import at_least_float32
 
@@ -115,7 +116,7 @@ class ConvexResidual(_Residual):
         dtype: Any = None,
     ) -> None:
         super().__init__(branch, shortcut)
-        if not 0 < weight < 1:
+        if not 0 < number("weight", weight) < 1:
             raise ValueError(f"weight={weight} must be between 0 and 1, both excluded")
         self.logit = nn.Parameter(torch.tensor(math.log(weight / (1 - weight)), device=device, dtype=dtype))
 
