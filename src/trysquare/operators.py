@@ -371,6 +371,8 @@ def checked_weight(weight: Tensor, owner: str) -> Tensor:
             f"the weight of {owner} is complex ({weight.dtype}), and only real ones are supported: write z as the pair "
             "of its real and imaginary part, which has the same norm"
         )
+    if weight.is_meta:
+        raise ValueError(f"the weight of {owner} is on the meta device, which holds no numbers: load the weights first")
     with full_precision(weight):
         exact = weight.detach().to("cpu", torch.float64)
     if not bool(exact.isfinite().all()):

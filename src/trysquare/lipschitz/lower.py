@@ -54,6 +54,8 @@ def lipschitz_lower_bound(
     >>> 0.9 < lipschitz_lower_bound(model, torch.randn(2, 4, 8, 8)) < 1.001
     True
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}: put a function in a module")
     _check_inputs(inputs)
     # Responses are no fixed weights: they are rebuilt in float64, which moves the value by their float32 rounding.
     with _without_history(model):
