@@ -22,7 +22,7 @@ VALUES = {
     "a width": ["--model.dense_width", "100000000000"],
     "epochs": ["--train.epochs", "9" * 40],
     "a batch": ["--train.batch_size", "9" * 40],
-    "depth": ["--model.widths", "[" * 5000],
+    "nesting": ["--model.widths", "[" * 5000],
     "aliases": ["--model.widths", "&a [*a]"],
 }
 
@@ -90,6 +90,12 @@ def test_pickles_that_claim_a_large_memo(tmp_path):
         path.write_bytes(bomb)
         with pytest.raises(ValueError, match="data_batch_1"):
             read_pickled_dict(path)
+    shape = b"}U\x01acnumpy\nndarray\n)R(K\x01(I2000000000\nU\x01xtcnumpy\ndtype\n(U\x02u1tR\x89U\x01xtbs."
+    for bomb in (shape, b"}U\x01x" + b"2\x86" * 40 + b"Ns."):
+        path.write_bytes(bomb)
+        with pytest.raises(ValueError, match="data_batch_1") as caught:
+            read_pickled_dict(path)
+        assert len(str(caught.value)) < 1000
     path.write_bytes(pickle.dumps({((1, 2), 3): 4}))
     with pytest.raises(ValueError, match="names as keys"):
         read_pickled_dict(path)
@@ -115,3 +121,8 @@ def test_terminals_without_greek_letters():
     found = _audit({"PYTHONIOENCODING": "ascii", "TERM": "dumb"})
     assert found.returncode == 0, found.stderr
     assert b"s min" in found.stdout
+
+
+def test_models_without_end():
+    with pytest.raises(ValueError, match="at most"):
+        ts.models.build("liresnet-aoc", (3, 32, 32), 10, depth=10**7)

@@ -65,3 +65,28 @@ def test_nothing_is_kept_alive():
     weight = layer.weight
     assert layer.parametrization._written._counter.untyped_storage().nbytes() == 0
     del weight
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_remedies_work_and_inference_mode_leaves_nothing_behind(name):
+    make, shape = LAYERS[name]
+    layer = make()
+    with torch.no_grad():
+        layer.weight.zero_()
+    layer.reset_parameters()
+    layer(torch.randn(shape))
+    layer = make()
+    with torch.inference_mode():
+        layer(torch.randn(shape))
+        layer.weight.sum()
+    layer(torch.randn(shape)).sum().backward()
+
+
+def test_inference_mode_first_of_all():
+    from trysquare.parametrizations import base
+
+    base._nothing_of.cache_clear()
+    layer = ts.OrthoConv2d(4, 4, 3)
+    with torch.inference_mode():
+        layer(torch.randn(1, 4, 4, 4))
+    layer(torch.randn(1, 4, 4, 4)).sum().backward()

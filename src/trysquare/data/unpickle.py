@@ -33,8 +33,16 @@ class _Array:
 
     def __setstate__(self, state: tuple[int, tuple[int, ...], _Dtype, bool, bytes]) -> None:
         _, shape, dtype, column_major, content = state
+        whole = isinstance(shape, tuple) and all(type(size) is int and 0 <= size < 2**40 for size in shape)
+        if (
+            not whole
+            or len(shape) > 8
+            or not isinstance(dtype, _Dtype)
+            or not isinstance(content, bytes | bytearray | memoryview)
+        ):
+            raise pickle.UnpicklingError("expected the shape, type and bytes of an array, found something else")
         if dtype.code != "u1" or len(content) != math.prod(shape):
-            found = f"{len(content)} of type {dtype.code}"
+            found = f"{len(content)} of type {dtype.code:.20}"
             raise pickle.UnpicklingError(f"expected {math.prod(shape)} unsigned bytes for shape {shape}, found {found}")
         order = "F" if column_major else "C"
         self.values = np.frombuffer(content, np.uint8).reshape(shape, order=order)  # type: ignore[call-overload]
@@ -102,6 +110,8 @@ def _refuse_claims(program: bytes) -> None:
     """
     operations = pickletools.genops(program)
     for count, (operation, argument, _) in enumerate(operations):
+        if operation.name == "DUP":
+            raise pickle.UnpicklingError("it repeats what is on its stack, which no image file needs")
         if operation.name in _MEMO and isinstance(argument, int) and argument > count:
             raise pickle.UnpicklingError(
                 f"operation {count} asks for place {argument} of a memo that has {count} at most"

@@ -62,7 +62,8 @@ class ParametrizedWeight(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw new free tensors and a new bias (uniform, as torch does)."""
-        self._reset(self.weight.shape)
+        made = parametrize.is_parametrized(self, "weight")
+        self._reset(self.parametrization.weight_shape if made else self.weight.shape)
 
     def _reset(self, shape: Sequence[int]) -> None:
         """Draw new free tensors, and the bias of a layer whose kernel has this shape."""

@@ -68,7 +68,7 @@ def eager_kind(function: Any, transformed: Any) -> Any:
             ctx.outputs = len(output)
             # Not saved for backward: they are free tensors, which live anyway, and training does not need them.
             ctx.given = inputs
-            ctx.versions = [t._version for t in inputs if isinstance(t, Tensor)]
+            ctx.versions = _versions(inputs)
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
@@ -86,9 +86,14 @@ def eager_kind(function: Any, transformed: Any) -> Any:
     return Eager
 
 
+def _versions(tensors: Any) -> list[int]:
+    """How often each of them was written to; those made in inference mode do not count."""
+    return [t._version for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
+
+
 def _gradient_again(ctx: Any, transformed: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of all inputs, as differentiable functions of these and of ``grad``."""
-    if ctx.versions != [t._version for t in ctx.given if isinstance(t, Tensor)]:
+    if ctx.versions != _versions(ctx.given):
         raise RuntimeError(
             "a free tensor of an orthogonal weight was changed in place after the weight was built, so that second "
             "derivatives of it cannot be computed any more: take them before the optimizer steps"

@@ -75,8 +75,9 @@ def _scaling(mean: Scale | None, std: Scale | None) -> list[nn.Module]:
     return [InputScaling(0.0 if mean is None else mean, 1.0 if std is None else std)]
 
 
-# Of a list of widths or depths, and of any number in it.
-_MOST_ENTRIES, _LARGEST = 64, 10**7
+# Of a list of widths or depths, and of any number in it; of numbers of blocks.
+_MOST_ENTRIES, _LARGEST = 64, 10**6
+_MOST_BLOCKS = 2000
 
 
 def _refuse_endless(name: str, value: Any) -> None:
@@ -84,9 +85,10 @@ def _refuse_endless(name: str, value: Any) -> None:
     entries = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     if len(entries) > _MOST_ENTRIES:
         raise ValueError(f"{name} has {len(entries)} entries, and a model has at most {_MOST_ENTRIES} stages")
+    most = _MOST_BLOCKS if any(word in name for word in ("depth", "block", "layer")) else _LARGEST
     for entry in entries:
-        if isinstance(entry, int) and entry > _LARGEST:
-            raise ValueError(f"{name}={entry} must be at most {_LARGEST}")
+        if isinstance(entry, int) and entry > most:
+            raise ValueError(f"{name}={entry} must be at most {most}")
 
 
 def _checked(input_shape: Sequence[int]) -> Shape:

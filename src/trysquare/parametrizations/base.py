@@ -165,6 +165,7 @@ class Parametrization(Caching, ABC):
     @torch.no_grad()
     def redraw(self, free: Sequence[Tensor]) -> None:
         """Write fresh values into the free tensors."""
+        self._written.forget()
         for tensor, fresh in zip(free, self.draw(), strict=True):
             tensor.copy_(fresh)
 
@@ -217,7 +218,8 @@ class Parametrization(Caching, ABC):
 
 @cache
 def _nothing_of(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
+    with torch.inference_mode(False):  # it serves later passes too
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 class _Writes:
@@ -237,6 +239,10 @@ class _Writes:
             self._counter = torch.Tensor._make_subclass(Tensor, weight)
             self._counter.data = _nothing_of(weight.dtype, weight.device)
             self._seen = weight._version
+
+    def forget(self) -> None:
+        """Take what was written as settled."""
+        self._counter = None
 
     def check(self) -> None:
         """Refuse to go on as if nothing had been written, once.

@@ -164,6 +164,8 @@ class Run:
             OSError: if it cannot be written; it names the file. What was written of the line is cut off at resume.
         """
         path = self.place("metrics.jsonl")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no file to write to: remove it")
         try:
             with path.open("ab") as file:
                 file.write(json.dumps(record).encode() + b"\n")
