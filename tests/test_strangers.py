@@ -100,7 +100,7 @@ def test_pickles_that_claim_a_large_memo(tmp_path):
     with pytest.raises(ValueError, match="names as keys"):
         read_pickled_dict(path)
     path.write_bytes(pickle.dumps({b"labels": [1, 2], "more": "text"}, protocol=2))
-    assert read_pickled_dict(path) == {"labels": [1, 2], "more": b"text"} or read_pickled_dict(path)["labels"] == [1, 2]
+    assert read_pickled_dict(path)["labels"] == [1, 2]
 
 
 def _audit(environment, pipe=""):

@@ -179,6 +179,10 @@ def test_what_somebody_switches_in_the_meantime_stays():
     with _FULL_PRODUCTS:
         torch.set_float32_matmul_precision("medium")
     assert torch.get_float32_matmul_precision() == "medium"
+    with _FULL_PRODUCTS:
+        torch._C._set_fp32_precision_setter("cuda", "matmul", "tf32")
+    assert torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
+    assert torch._C._get_fp32_precision_getter("mkldnn", "matmul") == "bf16"  # the user's own again
 
 
 def test_compiled_graphs_compute_in_float64_instead():

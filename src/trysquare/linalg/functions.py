@@ -53,7 +53,11 @@ def nothing_for(ctx: Any) -> tuple[None, ...]:
 
 
 def is_differentiated() -> bool:
-    """Whether somebody may differentiate what backward computes now. Compilers do not, and say so."""
+    """Whether somebody may differentiate what backward computes now.
+
+    Not in a compiled graph: AOT compilers refuse second derivatives. ``torch.compile(backend="eager")``, which is for
+    debugging, does not, and takes what forward found for constants.
+    """
     return not torch.compiler.is_compiling() and (torch.is_grad_enabled() or forward_ad._current_level >= 0)
 
 

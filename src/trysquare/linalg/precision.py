@@ -56,8 +56,8 @@ def _older_switch() -> str | None:
 class _FullProducts:
     """Switches products to IEEE float32, for all threads that are inside, and back when the last of them leaves.
 
-    The switches belong to the process. So the first one to enter keeps what the user had, and what was switched by
-    somebody else in the meantime stays as it is.
+    The switches belong to the process. So the first one to enter keeps what the user had, and a switch that somebody
+    else has moved away from IEEE in the meantime stays where it is.
     """
 
     def __init__(self) -> None:
@@ -79,13 +79,14 @@ class _FullProducts:
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self.inside -= 1
-            untouched = all(_switch(backend, "matmul") == "ieee" for backend in _SWITCHES)
-            if not self.inside and untouched:
-                older, newer = self._before
-                if older is not None:
-                    torch.set_float32_matmul_precision(older)
-                for backend, precision in newer.items():
-                    _set_switch(backend, "matmul", precision)
+            if self.inside:
+                return
+            older, newer = self._before
+            ours = [backend for backend in _SWITCHES if _switch(backend, "matmul") == "ieee"]
+            if older is not None and len(ours) == len(_SWITCHES):
+                torch.set_float32_matmul_precision(older)
+            for backend in ours:
+                _set_switch(backend, "matmul", newer[backend])
 
 
 _FULL_PRODUCTS = _FullProducts()

@@ -223,10 +223,8 @@ def _sandwich(node: Node, calls: Calls) -> tuple[Tensor, list[Node], float] | No
     if branch is None or (reads := _argument(branch.first)) is None:
         return None
     source = _source(branch.first, reads)
-    first, second = (
-        _placed(branch.first, source, branch.before),
-        _placed(branch.second, branch.hidden, branch.target, branch.reads),
-    )
+    first = _placed(branch.first, source, branch.before)
+    second = _placed(branch.second, branch.hidden, branch.target, branch.reads)
     if first is None or second is None:
         return None
     forth, back = first.plain(), second.back()
