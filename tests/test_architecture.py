@@ -7,9 +7,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "src" / "trysquare"
 ROWS = [
-    "progress", "naming", "files", "geometry", "linalg", "optim", "parametrizations", "layers", "export", "operators",
-    "spectrum", "lipschitz", "auditing", "checkpoint", "plotting", "losses", "certification", "attacks", "models",
-    "data", "training", "report", "cli", "__main__", "__init__",
+    "progress", "naming", "files", "pickles", "geometry", "linalg", "optim", "parametrizations", "layers", "export",
+    "operators", "spectrum", "lipschitz", "auditing", "checkpoint", "plotting", "losses", "certification", "attacks",
+    "models", "data", "training", "report", "cli", "__main__", "__init__",
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,27 +61,57 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
         OSError: if it cannot be written; it names the file, which is as it was.
     """
     with replacing(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        file.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of a file in a folder, to write to.
+    """The path of a file in a folder that somebody else may have made, to write to.
 
     Raises:
-        ValueError: if a symbolic link leads out of the folder.
+        ValueError: if it, or a folder on the way to it, is a symbolic link, which may lead out of the folder or onto
+            another file in it; or if it is a pipe or a device, which may keep a writer waiting for ever.
     """
     path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(
-            f"{path} leads to {path.resolve()} by a symbolic link, out of {folder}: nothing is written there; remove "
-            "the link"
-        )
+    for depth in range(1, len(Path(name).parts) + 1):
+        part = folder.joinpath(*Path(name).parts[:depth])
+        if part.is_symlink():
+            raise ValueError(
+                f"{part} leads to {part.resolve()} by a symbolic link: nothing is written there; remove the link"
+            )
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"{path} is a pipe or a device, not a file to write to: remove it")
     return path
+
+
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file to read bytes from; at once, where opening a pipe would wait for somebody to write.
+
+    Raises:
+        ValueError: if it is something else than a file.
+        OSError: if there is none, or it cannot be read.
+    """
+    # Without O_NONBLOCK the call itself would wait. It changes nothing about regular files.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{os.fspath(path)} is a folder, a pipe or a device, not a file that can be read")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: str | os.PathLike[str]) -> bytes:
+    """All bytes of a regular file.
+
+    Raises:
+        ValueError: if it is something else than a file.
+        OSError: if there is none, or it cannot be read.
+    """
+    with open_file(path) as file:
+        return file.read()
 
 
 def sha256(path: str | os.PathLike[str]) -> str:
     """Digest of a file, in hexadecimal."""
-    with Path(path).open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import pickletools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from trysquare.files import read_file
+from trysquare.pickles import refuse_bombs
 
 
 class _Dtype:
@@ -90,8 +92,8 @@ def read_pickled_dict(path: Path) -> dict[str, Any]:
             names is run.
     """
     try:
-        program = path.read_bytes()
-        _refuse_claims(program)
+        program = read_file(path)
+        refuse_bombs(program)
         content = _Reader(io.BytesIO(program), encoding="bytes").load()
     except Exception as error:  # a damaged pickle fails in every way that there is
         reason = str(error) or type(error).__name__
@@ -101,24 +103,6 @@ def read_pickled_dict(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(isinstance(key, bytes | str) for key in content):
         raise ValueError(f"{path}: expected a pickled dictionary with names as keys, found {type(content).__name__}")
     return {_text(key): value.values if isinstance(value, _Array) else value for key, value in content.items()}
-
-
-def _refuse_claims(program: bytes) -> None:
-    """Refuse a pickle that asks for more memory than its length explains: places of a memo that it does not fill.
-
-    Lengths of its strings are checked by the reader, which finds the file at its end.
-    """
-    operations = pickletools.genops(program)
-    for count, (operation, argument, _) in enumerate(operations):
-        if operation.name == "DUP":
-            raise pickle.UnpicklingError("it repeats what is on its stack, which no image file needs")
-        if operation.name in _MEMO and isinstance(argument, int) and argument > count:
-            raise pickle.UnpicklingError(
-                f"operation {count} asks for place {argument} of a memo that has {count} at most"
-            )
-
-
-_MEMO = frozenset(["PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"])
 
 
 def _text(key: object) -> str:
