@@ -94,6 +94,14 @@ def forward_over_reverse(function, point, direction):
         return forward_ad.unpack_dual(first).tangent
 
 
+def reverse_over_forward(function, point, direction):
+    point = point.clone().requires_grad_()
+    with forward_ad.dual_level():
+        slope = forward_ad.unpack_dual(function(forward_ad.make_dual(point, direction))).tangent
+        found = torch.autograd.grad(slope, point)[0]
+        return forward_ad.unpack_dual(found).primal
+
+
 SECOND = {
     "grad of grad": twice,
     "functional.hvp": lambda f, p, d: torch.autograd.functional.hvp(f, p, d)[1],
@@ -102,6 +110,8 @@ SECOND = {
     "func.jvp of grad": lambda f, p, d: torch.func.jvp(torch.func.grad(f), (p,), (d,))[1],
     "func.grad of grad": lambda f, p, d: torch.func.grad(lambda q: torch.func.grad(f)(q) @ d)(p),
     "forward over reverse": forward_over_reverse,
+    "reverse over forward": reverse_over_forward,
+    "func.grad of jvp": lambda f, p, d: torch.func.grad(lambda q: torch.func.jvp(f, (q,), (d,))[1])(p),
 }
 
 
@@ -125,6 +135,55 @@ def test_first_derivatives_in_forward_mode(name):
     with forward_ad.dual_level():
         dual = function(forward_ad.make_dual(point, direction))
         assert float(forward_ad.unpack_dual(dual).tangent) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward_mode_within_forward_mode_is_right_or_refused(name):
+    function, point, direction = problem(name)
+    along = lambda f: lambda t: torch.func.jvp(f, (t,), (torch.ones_like(t),))[1]  # noqa: E731
+    line = lambda t: function(point + t * direction)  # noqa: E731
+    here = torch.zeros((), dtype=point.dtype)
+    expected = float(torch.func.grad(torch.func.grad(line))(here))
+    try:
+        found = float(along(along(line))(here))
+    except NotImplementedError as error:
+        assert "torch.func.hessian" in str(error)  # noqa: PT017
+        return
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_a_third_derivative():
+    for name in ("orthogonalizer newton_schulz", "linear cholesky", "method aoc"):
+        function, point, direction = problem(name)
+        second = lambda q: torch.func.grad(function)(q) @ direction  # noqa: B023, E731
+        by_reverse = torch.func.grad(lambda q: torch.func.grad(second)(q) @ direction)(point)  # noqa: B023
+        mixed = torch.func.grad(lambda q: torch.func.jvp(torch.func.grad(function), (q,), (direction,))[1] @ direction)  # noqa: B023
+        torch.testing.assert_close(mixed(point), by_reverse, rtol=1e-7, atol=1e-8)
+
+
+ZEROS = {
+    "a stride above the kernel": lambda: ts.OrthoConv2d(4, 32, 1, stride=2, method="aol"),
+    "a channel of zeros": lambda: _first_of_kernel_zero(ts.OrthoConv2d(4, 4, 3, method="aol")),
+    "a kernel of zeros": lambda: _first_of_kernel_zero(ts.CPLBlock2d(4), slice(None)),
+    "SLL": lambda: _first_of_kernel_zero(ts.SLLBlock2d(4), slice(None)),
+}
+
+
+def _first_of_kernel_zero(layer, which=0):
+    with torch.no_grad():
+        free = layer.free_tensors[0]
+        (free[0] if free.ndim == 5 else free)[which] = 0
+    return layer
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_second_derivatives_are_finite_where_first_ones_are(name):
+    layer = ZEROS[name]().double()
+    free = [p for n, p in layer.named_parameters() if "original" in n]
+    first = torch.autograd.grad(layer(torch.randn(2, 4, 6, 6).double()).sin().sum(), free, create_graph=True)
+    assert all(g.isfinite().all() for g in first)
+    second = torch.autograd.grad(sum((g * torch.randn_like(g)).sum() for g in first), free, allow_unused=True)
+    assert all(g.isfinite().all() for g in second if g is not None)
 
 
 def test_every_layer_with_free_tensors_has_a_case():

@@ -15,6 +15,7 @@ LAYERS = {
     "linear": (lambda: ts.OrthoLinear(4, 3), (2, 4)),
     "head": (lambda: ts.UnitNormLinear(4, 3), (2, 4)),
     "aol": (lambda: ts.OrthoConv2d(4, 4, 3, method="aol"), (2, 4, 6, 6)),
+    "series": (lambda: ts.OrthoConv2d(4, 4, 3, method="soc"), (2, 4, 6, 6)),
     "block": (lambda: ts.SLLBlock2d(4), (2, 4, 6, 6)),
 }
 WRITES = {
@@ -62,9 +63,19 @@ def test_ordinary_use_is_not_a_write(name):
 
 def test_nothing_is_kept_alive():
     layer = ts.OrthoConv2d(4, 4, 3)
+    weights = [layer.weight for _ in range(9)]
+    assert all(not counter.untyped_storage().nbytes() for counter, _ in layer.parametrization._written._watched)
+    del weights
+
+
+def test_a_weight_that_somebody_holds_on_to_is_watched():
+    layer = ts.OrthoConv2d(4, 4, 3)
     weight = layer.weight
-    assert layer.parametrization._written._counter.untyped_storage().nbytes() == 0
-    del weight
+    layer(torch.randn(1, 4, 6, 6))
+    with torch.no_grad():
+        weight.zero_()
+    with pytest.raises(RuntimeError, match="no effect"):
+        layer(torch.randn(1, 4, 6, 6))
 
 
 @pytest.mark.parametrize("name", LAYERS)

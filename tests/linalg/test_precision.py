@@ -70,10 +70,14 @@ class Looking(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.removeprefix("aten::")
         single = any(isinstance(a, torch.Tensor) and a.dtype in (torch.float32, torch.complex64) for a in args)
-        if name in PRODUCTS and single:
+        kind = "conv" if "convolution" in name else "matmul"
+        if (name in PRODUCTS or kind == "conv") and single:
             self.products += 1
-            if any(is_reduced(device) for device in ("cpu", "cuda")):
+            if is_reduced("cpu", kind) or (kind == "matmul" and is_reduced("cuda")):
                 self.wrong.append(name)
+        short = any(isinstance(a, torch.Tensor) and a.dtype in (torch.bfloat16, torch.float16) for a in args)
+        if (name in PRODUCTS or kind == "conv") and short:
+            self.wrong.append(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -95,19 +99,72 @@ def build(layer, shape):
 BUILT = [name for name in CASES if name not in ("Householder", "NActivation", "BatchCentering", "LayerCentering")]
 
 
-@pytest.mark.parametrize("name", BUILT)
-def test_every_product_of_construction_has_full_precision(name):
+def built_and_differentiated(name, times):
+    """The free tensors' gradients, and those of a function of these, with the products on the way."""
     make, shape = CASES[name]
     torch.manual_seed(0)
     layer = make()
-    USERS["high"]()
-    before = state()
+    free = [p for p in layer.parameters() if p.requires_grad]
     with Looking() as looking:
         made = build(layer, shape)
-        torch.autograd.backward(made, [torch.randn_like(part) for part in made])
+        loss = sum((part.abs() ** 3).sum() for part in made)
+        for _ in range(times):
+            found = torch.autograd.grad(loss, free, create_graph=times > 1, allow_unused=True)
+            loss = sum((g**2).sum() for g in found if g is not None)
     assert made
-    assert looking.wrong == []
+    assert looking.products or "UnitNorm" in name
+    return looking.wrong
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_every_product_of_construction_has_full_precision(name):
+    USERS["high"]()
+    torch.backends.mkldnn.conv.fp32_precision = "bf16"
+    before = state()
+    assert built_and_differentiated(name, 1) == []
+    assert built_and_differentiated(name, 2) == []
     assert state() == before
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_autocast_around_backward_does_not_reach_construction(name):
+    with torch.autocast("cpu", torch.bfloat16):
+        assert built_and_differentiated(name, 1) == []
+        assert built_and_differentiated(name, 2) == []
+
+
+@pytest.mark.parametrize("name", ["method aoc", "method bcop", "linear newton_schulz"])
+def test_transforms_compute_in_float64_where_switches_cannot_be_thrown(name):
+    make, shape = CASES[name]
+    torch.manual_seed(0)
+    layer = make()
+    key, free = next(iter(layer.named_parameters()))
+    USERS["medium"]()
+
+    def function(value):
+        return torch.func.functional_call(layer, {key: value}, (torch.ones(2, *shape),)).sin().sum()
+
+    with Looking() as looking:
+        torch.func.grad(function)(free.detach())
+    # The product with the input is the user's own, and its gradients.
+    assert len([wrong for wrong in looking.wrong if "convolution" not in wrong]) <= 3 * name.startswith("linear")
+
+
+def test_compiled_gradients_under_autocast():
+    torch.manual_seed(0)
+    layer = ts.OrthoConv2d(8, 8, 3)
+    free = [p for n, p in layer.named_parameters() if "original" in n]
+
+    def loss():
+        return layer.weight.exp().sum()
+
+    expected = torch.autograd.grad(loss(), free)
+    torch.compiler.reset()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(), free)
+    torch.compiler.reset()
+    for one, two in zip(found, expected, strict=True):
+        assert float((one - two).norm() / two.norm()) < 1e-4
 
 
 @pytest.mark.parametrize("user", USERS)

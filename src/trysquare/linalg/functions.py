@@ -1,18 +1,14 @@
-"""Autograd functions whose first output is the result, and whose other outputs are what backward needs to know.
+"""Autograd functions that can be differentiated as often as one likes, and cost training nothing for that.
 
-Torch lets a function of ``torch.func``'s kind save inputs and outputs only, so what forward found on its way must be an
-output. Each function comes in three kinds, so that training does not pay for second derivatives:
-
-* the function itself, with a formula for its gradient that takes what was found as constants. Compilers trace this one;
-  they do not trace functions with a rule for forward mode.
-* ``transformed``, a subclass, for transforms of ``torch.func``: outputs that the formula uses are differentiable too,
-  so that the formula can be differentiated again; and it has a rule for forward mode.
-* ``eager``, made of these two, for everything else: the first, unless somebody differentiates the gradient. Then it is
-  computed again by way of the second.
+A gradient that is written as a formula has derivatives of its own only if autograd sees where everything in the formula
+came from. That costs calls and memory, and training needs no second derivatives. So there are two ways through each
+function: one for first derivatives, which keeps what its formula uses as plain numbers, and one that is differentiable
+all the way. Where somebody differentiates the gradient of the first, it is computed again by way of the second.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,30 +17,14 @@ from torch.autograd import forward_ad
 
 
 def apply_function(function: Any, *args: Any) -> Any:
-    """``function.apply(*args)`` for an autograd function with a ``setup_context``, all arguments given.
+    """``function.apply(*args)``, all arguments given.
 
     Torch's own ``apply`` inspects the signature of ``forward`` at every call, to fill in defaults and for transforms of
     ``torch.func``: a tenth of the time that a small kernel takes to build. Without transforms its base class will do.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
-    if torch._C._are_functorch_transforms_active():
-        return getattr(function, "transformed", function).apply(*args)
-    return super(torch.autograd.Function, getattr(function, "eager", function)).apply(*args)
-
-
-def keep(ctx: Any, output: tuple[Tensor, ...], differentiable: int, *others: Tensor) -> None:
-    """Save ``others``, then all outputs but the first.
-
-    Args:
-        ctx: of the function.
-        output: what it returned.
-        differentiable: how many of the outputs have gradients, from the first on; no zeros are made for the rest.
-        others: what else to save.
-    """
-    ctx.mark_non_differentiable(*output[differentiable:])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*others, *output[1:])
+    return super(torch.autograd.Function, function).apply(*args)
 
 
 def nothing_for(ctx: Any) -> tuple[None, ...]:
@@ -53,57 +33,136 @@ def nothing_for(ctx: Any) -> tuple[None, ...]:
 
 
 def is_differentiated() -> bool:
-    """Whether somebody may differentiate what backward computes now.
-
-    Not in a compiled graph: AOT compilers refuse second derivatives. ``torch.compile(backend="eager")``, which is for
-    debugging, does not, and takes what forward found for constants.
-    """
+    """Whether somebody may differentiate what backward computes now; compiled graphs refuse that."""
     return not torch.compiler.is_compiling() and (torch.is_grad_enabled() or forward_ad._current_level >= 0)
 
 
-def eager_kind(function: Any, transformed: Any) -> Any:
-    """The third kind of a function (see above)."""
-
-    class Eager(function):  # type: ignore[misc]
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            function.setup_context(ctx, inputs, output)
-            transformed.save_for_tangents(ctx, inputs, output)
-            ctx.outputs = len(output)
-            # Not saved for backward: they are free tensors, which live anyway, and training does not need them.
-            ctx.given = inputs
-            ctx.versions = _versions(inputs)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
-            if grad is None:
-                return nothing_for(ctx)
-            if is_differentiated():
-                return _gradient_again(ctx, transformed, grad)
-            return function.backward(ctx, grad, *(None,) * (ctx.outputs - 1))
-
-        @staticmethod
-        def jvp(ctx: Any, *tangents: Any) -> Any:
-            return transformed.jvp(ctx, *tangents)[0], *(None,) * (ctx.outputs - 1)
-
-    Eager.__name__ = Eager.__qualname__ = function.__name__
-    return Eager
+def only_first_derivatives() -> bool:
+    """Whether autograd alone will differentiate what is computed now: no compiler, transform or forward mode."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return forward_ad._current_level < 0
 
 
-def _versions(tensors: Any) -> list[int]:
-    """How often each of them was written to; those made in inference mode do not count."""
-    return [t._version for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
+def refuse_nested_forward_mode() -> None:
+    """Refuse forward mode inside of forward mode: torch loses what an autograd function adds there (torch 2.13).
+
+    Raises:
+        NotImplementedError: naming what to use instead.
+    """
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    levels = sum(each.key() == torch._C._functorch.TransformType.Jvp for each in stack)
+    if levels + (levels == 0 and forward_ad._current_level >= 0) + (forward_ad._current_level >= 1) > 1:
+        raise NotImplementedError(
+            "orthogonal weights have no derivatives by forward mode within forward mode (jvp of jvp, "
+            "jacfwd(jacfwd(f))): use torch.func.hessian, jacfwd(jacrev(f)) or hvp instead"
+        )
 
 
-def _gradient_again(ctx: Any, transformed: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of all inputs, as differentiable functions of these and of ``grad``."""
-    if ctx.versions != _versions(ctx.given):
+def keep_inputs(ctx: Any, *inputs: Any) -> None:
+    """Keep the inputs of a function of first derivatives for ``gradient_again``.
+
+    They are not saved for backward: they are free tensors, which live anyway, and training does not need them.
+    """
+    if not torch.compiler.is_compiling():
+        ctx.inputs, ctx.versions = inputs, _versions(inputs)
+
+
+def _versions(inputs: Any) -> list[int]:
+    """How often each tensor was written to; those made in inference mode do not count that."""
+    return [t._version for t in inputs if isinstance(t, Tensor) and not t.is_inference()]
+
+
+def gradient_again(ctx: Any, function: Callable[..., Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of all inputs that were kept, as differentiable functions of these and of ``grad``.
+
+    Args:
+        ctx: of a function of first derivatives.
+        function: computes the same, and is differentiable all the way.
+        grad: gradient of the result.
+    """
+    if ctx.versions != _versions(ctx.inputs):
         raise RuntimeError(
             "a free tensor of an orthogonal weight was changed in place after the weight was built, so that second "
             "derivatives of it cannot be computed any more: take them before the optimizer steps"
         )
-    wanted = [t for t, needed in zip(ctx.given, ctx.needs_input_grad, strict=True) if needed]
+    wanted = [t for t, needed in zip(ctx.inputs, ctx.needs_input_grad, strict=True) if needed]
     with torch.enable_grad():
-        result = super(torch.autograd.Function, transformed).apply(*ctx.given)[0]
-        found = iter(torch.autograd.grad(result, wanted, grad, create_graph=True, allow_unused=True))
+        found = iter(torch.autograd.grad(function(*ctx.inputs), wanted, grad, create_graph=True, allow_unused=True))
     return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
+
+
+class Operation:
+    """Both ways through an autograd function, and the choice between them.
+
+    Args:
+        function: differentiable all the way: it returns its result and whatever else its derivatives are made of,
+            saves all of that (``keep_outputs``), and has formulas for the gradient and for forward mode.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.compiled: Any = _for_compilers(function)
+        self.first: Any = _first_derivatives(function)
+
+    def __call__(self, *args: Any) -> Tensor:
+        """The result for these arguments, all of them given."""
+        if torch.compiler.is_compiling():
+            return self.compiled.apply(*args)[0]  # type: ignore[no-any-return]
+        if only_first_derivatives():
+            return apply_function(self.first, *args)  # type: ignore[no-any-return]
+        refuse_nested_forward_mode()
+        return self.function.apply(*args)[0]  # type: ignore[no-any-return]
+
+
+def keep_outputs(ctx: Any, output: tuple[Tensor, ...]) -> None:
+    """Save all outputs, for backward and for forward mode."""
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output)
+    if not torch.compiler.is_compiling():
+        ctx.save_for_forward(*output)
+
+
+def _for_compilers(function: Any) -> Any:
+    """A kind of a function that ``torch.compile`` traces.
+
+    AOT backends refuse second derivatives. ``backend="eager"``, which is for debugging, takes whatever a function saved
+    for constants, so that those are wrong there, of this function as of any that saves what it computed.
+    """
+
+    class Compiled(function):  # type: ignore[misc]
+        jvp = torch.autograd.Function.jvp  # functions with a rule of their own are refused
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.mark_non_differentiable(*output[1:])
+            function.setup_context(ctx, inputs, output)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor, *others: Any) -> Any:
+            return function.backward(ctx, grad, *(None for _ in others))
+
+    return Compiled
+
+
+def _first_derivatives(function: Any) -> Any:
+    class First(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Tensor:
+            output = function.forward(*inputs)
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*output)
+            ctx.others = (None,) * (len(output) - 1)
+            keep_inputs(ctx, *inputs)
+            return output[0]  # type: ignore[no-any-return]
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor | None) -> Any:
+            if grad is None:
+                return nothing_for(ctx)
+            if is_differentiated():
+                return gradient_again(ctx, lambda *inputs: apply_function(function, *inputs)[0], grad)
+            return function.backward(ctx, grad, *ctx.others)
+
+    First.__name__ = First.__qualname__ = function.__name__
+    return First

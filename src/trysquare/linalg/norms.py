@@ -50,17 +50,18 @@ def gram_norm_bound(matrix: Tensor, squarings: int = _SQUARINGS) -> Tensor:
     with full_precision(matrix):
         wide = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mH
         scale = wide.detach().abs().amax((-2, -1))
-        scale = torch.where(scale > 0, scale, 1.0)
+        zero = scale == 0
+        scale = torch.where(zero, 1.0, scale)
         wide = wide / scale[..., None, None]
-        power, exponent = torch.matmul(wide, wide.mH), 0.5
+        # The norm of Frobenius has no second derivatives at zero, so that ones stand in for zeros.
+        power, exponent = torch.where(zero[..., None, None], 1.0, torch.matmul(wide, wide.mH)), 0.5
         # The norm is scale · ‖power‖^exponent: what is divided out is kept with its exponent.
-        for _ in range(squarings):
-            size = _hermitian_bound(power.detach())
-            size = torch.where(size > 0, size, 1.0)
-            power = power / size[..., None, None]
-            power, scale, exponent = torch.matmul(power, power), scale * size**exponent, exponent / 2
-        bound = _hermitian_bound(power)
-        return torch.where(bound > 0, scale * torch.where(bound > 0, bound, 1.0) ** exponent, 0.0)
+        for squaring in range(squarings):
+            if squaring:  # entries of the first power are at most as large as the matrix is wide
+                size = _hermitian_bound(power.detach())
+                power, scale = power / size[..., None, None], scale * size**exponent
+            power, exponent = torch.matmul(power, power), exponent / 2
+        return torch.where(zero, 0.0, scale * _hermitian_bound(power) ** exponent)
 
 
 def _hermitian_bound(matrix: Tensor) -> Tensor:

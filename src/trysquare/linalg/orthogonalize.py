@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trysquare.linalg.functions import apply_function, eager_kind, is_differentiated, keep, nothing_for
+from trysquare.linalg.functions import Operation, is_differentiated, keep_outputs, nothing_for
 from trysquare.linalg.inverse import inverse
 from trysquare.linalg.matrix_exponential import matrix_exponential
 from trysquare.linalg.orthonormal import orthonormal_rows
@@ -116,8 +116,6 @@ class _Polar(torch.autograd.Function):
     """
 
     generate_vmap_rule = True
-    eager: Any
-    transformed: Any
 
     @staticmethod
     def forward(matrix: Tensor, iterate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -131,7 +129,7 @@ class _Polar(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        keep(ctx, output, 1, output[0])
+        keep_outputs(ctx, output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_stretch: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -147,20 +145,6 @@ class _Polar(torch.autograd.Function):
             grad = through if grad is None else grad + through
             return _polar_derivative(basis, stretch, grad) + torch.matmul(grad_stretch, basis), None
 
-
-class _TransformedPolar(_Polar):
-    """Differentiable in ``H`` too."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        keep(ctx, output, 2, output[0])
-        _TransformedPolar.save_for_tangents(ctx, inputs, output)
-
-    @staticmethod
-    def save_for_tangents(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save what ``jvp`` needs."""
-        ctx.save_for_forward(*output)
-
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: Any) -> tuple[Tensor, Tensor]:
         basis, stretch = ctx.saved_tensors
@@ -170,8 +154,7 @@ class _TransformedPolar(_Polar):
         return moved, along
 
 
-_Polar.transformed = _TransformedPolar
-_Polar.eager = eager_kind(_Polar, _TransformedPolar)
+_polar = Operation(_Polar)
 
 
 def _polar_derivative(basis: Tensor, stretch: Tensor, change: Tensor) -> Tensor:
@@ -188,8 +171,9 @@ def _polar_derivative(basis: Tensor, stretch: Tensor, change: Tensor) -> Tensor:
         skew = skew / (values.unsqueeze(-1) + values.unsqueeze(-2))
         along = torch.matmul(vectors.mH, normal) / values.unsqueeze(-1)
         return torch.matmul(vectors, torch.matmul(skew, torch.matmul(vectors.mH, basis)) + along)
-    skew = apply_function(_Lyapunov, symmetric, tangent - tangent.mH)
-    return torch.matmul(skew, basis) + torch.linalg.solve(symmetric, normal)
+    skew = _lyapunov(symmetric, tangent - tangent.mH)
+    # Not `torch.linalg.solve`: the gradient of its forward mode is wrong (torch 2.13).
+    return torch.matmul(skew, basis) + torch.matmul(torch.linalg.inv(symmetric), normal)
 
 
 def _eigenvalues(symmetric: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,7 +182,7 @@ def _eigenvalues(symmetric: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Lyapunov(torch.autograd.Function):
-    """``X`` with ``H X + X H = B`` for a Hermitian positive definite ``H``.
+    """``X`` with ``H X + X H = B`` for a Hermitian positive definite ``H``; then ``H`` itself, which derivatives need.
 
     Eigenvectors have no derivatives where eigenvalues meet; the solution has, and they are solutions again.
     """
@@ -206,31 +190,36 @@ class _Lyapunov(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(symmetric: Tensor, right: Tensor) -> Tensor:
+    def forward(symmetric: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         values, vectors = _eigenvalues(symmetric)
         turned = torch.matmul(vectors.mH, torch.matmul(right, vectors))
         turned = turned / (values.unsqueeze(-1) + values.unsqueeze(-2))
-        return torch.matmul(vectors, torch.matmul(turned, vectors.mH))
+        return torch.matmul(vectors, torch.matmul(turned, vectors.mH)), symmetric.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[0], output)
-        ctx.save_for_forward(inputs[0], output)
+        keep_outputs(ctx, output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        symmetric, solution = ctx.saved_tensors
-        right: Tensor = apply_function(_Lyapunov, symmetric, grad)
-        other = torch.matmul(right, solution.mH) + torch.matmul(solution.mH, right)
-        return -other, right
+    def backward(ctx: Any, grad: Tensor | None, grad_symmetric: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return grad_symmetric, None
+        solution, symmetric = ctx.saved_tensors
+        right = _lyapunov(symmetric, grad)
+        other = -torch.matmul(right, solution.mH) - torch.matmul(solution.mH, right)
+        return other if grad_symmetric is None else other + grad_symmetric, right
 
     @staticmethod
-    def jvp(ctx: Any, moved: Tensor | None, moved_right: Tensor | None) -> Tensor:
-        symmetric, solution = ctx.saved_tensors
+    def jvp(ctx: Any, moved: Tensor | None, moved_right: Tensor | None) -> tuple[Tensor, Tensor]:
+        solution, symmetric = ctx.saved_tensors
         right = torch.zeros_like(solution) if moved_right is None else moved_right
-        if moved is not None:
-            right = right - torch.matmul(moved, solution) - torch.matmul(solution, moved)
-        return apply_function(_Lyapunov, symmetric, right)  # type: ignore[no-any-return]
+        if moved is None:
+            return _lyapunov(symmetric, right), torch.zeros_like(symmetric)
+        right = right - torch.matmul(moved, solution) - torch.matmul(solution, moved)
+        return _lyapunov(symmetric, right), moved.clone()
+
+
+_lyapunov = Operation(_Lyapunov)
 
 
 def _divided(matrix: Tensor, size: Tensor) -> Tensor:
@@ -264,15 +253,13 @@ def _newton_steps(basis: Tensor) -> Tensor:
 @on_rows
 def bjorck(matrix: Tensor) -> Tensor:
     """Nearest orthonormal matrix by Björck and Bowie's iteration, run until it has converged."""
-    basis: Tensor = apply_function(_Polar, matrix, _bjorck_steps)[0]
-    return _checked(basis, "bjorck", _CONDITION)
+    return _checked(_polar(matrix, _bjorck_steps), "bjorck", _CONDITION)
 
 
 @on_rows
 def newton_schulz(matrix: Tensor) -> Tensor:
     """Nearest orthonormal matrix by Newton-Schulz steps with optimal scaling."""
-    basis: Tensor = apply_function(_Polar, matrix, _newton_steps)[0]
-    return _checked(basis, "newton_schulz", _CONDITION)
+    return _checked(_polar(matrix, _newton_steps), "newton_schulz", _CONDITION)
 
 
 def cayley_rows(matrix: Tensor) -> Tensor:

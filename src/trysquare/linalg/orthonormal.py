@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trysquare.linalg.functions import apply_function, eager_kind, keep, nothing_for
+from trysquare.linalg.functions import Operation, keep_outputs, nothing_for
 from trysquare.linalg.precision import full_precision, host_can_look
 
 
@@ -150,8 +150,6 @@ class _OrthonormalRows(torch.autograd.Function):
     """``R`` and ``L`` of ``V = L R``; keeps nothing else."""
 
     generate_vmap_rule = True
-    eager: Any
-    transformed: Any
 
     @staticmethod
     def forward(rows: Tensor, householder: bool) -> tuple[Tensor, Tensor]:
@@ -160,7 +158,7 @@ class _OrthonormalRows(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        keep(ctx, output, 1, output[0])
+        keep_outputs(ctx, output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_factor: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -170,20 +168,6 @@ class _OrthonormalRows(torch.autograd.Function):
         with full_precision(basis):
             return rows_gradient(basis, factor, grad, grad_factor), None
 
-
-class _TransformedRows(_OrthonormalRows):
-    """Differentiable in ``L`` too."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        keep(ctx, output, 2, output[0])
-        _TransformedRows.save_for_tangents(ctx, inputs, output)
-
-    @staticmethod
-    def save_for_tangents(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save what ``jvp`` needs."""
-        ctx.save_for_forward(*output)
-
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: Any) -> tuple[Tensor, Tensor]:
         basis, factor = ctx.saved_tensors
@@ -191,8 +175,7 @@ class _TransformedRows(_OrthonormalRows):
             return rows_tangent(basis, factor, tangent)
 
 
-_OrthonormalRows.transformed = _TransformedRows
-_OrthonormalRows.eager = eager_kind(_OrthonormalRows, _TransformedRows)
+_orthonormal_rows = Operation(_OrthonormalRows)
 
 
 def orthonormal_rows(rows: Tensor, householder: bool = False) -> Tensor:
@@ -208,9 +191,9 @@ def orthonormal_rows(rows: Tensor, householder: bool = False) -> Tensor:
         not span are completed.
     """
     if rows.ndim == 3:
-        return apply_function(_OrthonormalRows, rows, householder)[0]  # type: ignore[no-any-return]
+        return _orthonormal_rows(rows, householder)
     batch = rows.reshape(-1, *rows.shape[-2:])
-    return apply_function(_OrthonormalRows, batch, householder)[0].view_as(rows)  # type: ignore[no-any-return]
+    return _orthonormal_rows(batch, householder).view_as(rows)
 
 
 def recondition(rows: Tensor, basis: Tensor) -> Tensor:

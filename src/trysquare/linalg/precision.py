@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from trysquare.linalg.functions import is_differentiated
+from trysquare.linalg.functions import is_differentiated, only_first_derivatives
 
 _NOTHING = nullcontext()
 
@@ -99,19 +98,20 @@ def _user_reduces(tensor: Tensor) -> bool:
 
 
 def protected(build: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """``build(*tensors)`` in full precision, in backward too, whatever the user has switched on.
+    """``build(*tensors)`` in full precision, and its derivatives too, whatever the user has switched on.
 
-    In a compiled graph, which cannot throw switches, in float64.
+    The switches can be thrown around what autograd computes. In a compiled graph, in transforms of ``torch.func`` and
+    in forward mode they cannot, so that all is computed in float64 there, which they do not touch.
     """
-    reduced = tensors[0].dtype != torch.float64 and _user_reduces(tensors[0])
-    if reduced and torch.compiler.is_compiling():
-        dtype = tensors[0].dtype
-        return protected(build, [tensor.double() for tensor in tensors]).to(dtype)
-    # Transforms and forward mode have no backward that could be told apart from the user's.
-    tangents = reduced and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
-    if reduced and not tangents and torch.is_grad_enabled():
-        return _Protected.apply(build, *tensors)  # type: ignore[no-any-return]
-    with full_precision(tensors[0]):
+    like = tensors[0]
+    if like.dtype == torch.float64 or not (_user_reduces(like) or autocast_dtype(like) is not None):
+        return build(*tensors)
+    if only_first_derivatives():
+        if torch.is_grad_enabled():
+            return _Protected.apply(lambda *inputs: (build(*inputs),), *tensors)[0]  # type: ignore[no-any-return]
+    elif _user_reduces(like) or not torch.compiler.is_compiling():
+        return build(*(tensor.double() for tensor in tensors)).to(like.dtype)
+    with full_precision(like):
         return build(*tensors)
 
 
@@ -119,26 +119,35 @@ class _Protected(torch.autograd.Function):
     """A function with a graph of its own, which backward walks with the switches thrown."""
 
     @staticmethod
-    def forward(ctx: Any, build: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, build: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
         with full_precision(tensors[0]), torch.enable_grad():
             ctx.copies = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-            ctx.result = build(*ctx.copies)
+            ctx.results = build(*ctx.copies)
         ctx.build = build
         ctx.save_for_backward(*tensors)
-        return ctx.result.detach()  # type: ignore[no-any-return]
+        return tuple(result.detach() for result in ctx.results)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        again = is_differentiated()
-        with full_precision(grad), torch.enable_grad():
-            inputs = ctx.saved_tensors if again else ctx.copies
-            result = ctx.build(*inputs) if again else ctx.result
-            wanted = [tensor for tensor in inputs if tensor.requires_grad]
-            grads = torch.autograd.grad(
-                result, wanted, grad, create_graph=again, retain_graph=True, allow_unused=True
-            )  # fmt: skip
-        found = iter(grads)
-        return None, *(next(found) if tensor.requires_grad else None for tensor in inputs)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        if is_differentiated():  # the gradient is a function like any other, to be protected in turn
+            found = iter(_Protected.apply(_gradient_of(ctx.build, needed), *ctx.saved_tensors, *grads))
+        else:
+            wanted = [copy for copy, need in zip(ctx.copies, needed, strict=True) if need]
+            with full_precision(grads[0]):
+                found = iter(torch.autograd.grad(ctx.results, wanted, grads, retain_graph=True, allow_unused=True))
+        return None, *(next(found) if need else None for need in needed)
+
+
+def _gradient_of(build: Callable[..., tuple[Tensor, ...]], needed: Sequence[bool]) -> Callable[..., tuple[Tensor, ...]]:
+    """The function from the inputs of ``build`` and the gradients of its results to those of the needed inputs."""
+
+    def gradient(*given: Tensor) -> tuple[Tensor, ...]:
+        inputs, grads = given[: len(needed)], given[len(needed) :]
+        wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
+        return torch.autograd.grad(build(*inputs), wanted, grads, create_graph=True, materialize_grads=True)
+
+    return gradient
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
@@ -161,8 +170,11 @@ def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
     In a compiled graph only autocast, which is a part of it; see ``protected``.
     """
     device = tensor.device.type
+    if torch.compiler.is_compiling():
+        # Even where it is off while this is traced: the backward pass is traced with the state of the forward pass.
+        return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else _NOTHING
     plain = _NOTHING if autocast_dtype(tensor) is None else torch.autocast(device, enabled=False)
-    if torch.compiler.is_compiling() or not _user_reduces(tensor):
+    if not _user_reduces(tensor):
         return plain
     stack = ExitStack()
     stack.enter_context(_FULL_PRODUCTS)

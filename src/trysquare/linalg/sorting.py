@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trysquare.linalg.functions import apply_function, keep, nothing_for
+from trysquare.linalg.functions import apply_function, nothing_for, only_first_derivatives
 
 
 def _swapped(pairs: Tensor, swap: Tensor, dim: int) -> Tensor:
@@ -41,7 +41,9 @@ class _MaxMin(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.dim = inputs[1]
-        keep(ctx, output, 1)
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output[1])
         ctx.save_for_forward(output[1])
 
     @staticmethod
@@ -62,7 +64,8 @@ def max_min(pairs: Tensor, dim: int) -> Tensor:
             [4., 3.]])
     """
     first, second = pairs.unbind(dim)
-    if torch.compiler.is_compiling():  # which does not trace functions with a rule for forward mode
+    if not only_first_derivatives():
+        # Compilers do not trace functions with a rule for forward mode, and nested forward mode is wrong with them.
         swap = second > first
         return torch.stack((torch.where(swap, second, first), torch.where(swap, first, second)), dim)
     if not torch.is_grad_enabled():

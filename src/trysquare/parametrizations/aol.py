@@ -29,6 +29,8 @@ from torch import Tensor
 
 from trysquare.geometry import ConvGeometry
 from trysquare.geometry import positive as positive_integer
+from trysquare.linalg.kernels import adjoint, compose
+from trysquare.linalg.precision import is_reduced
 from trysquare.linalg.rescaling import positive, scaled_to_one
 from trysquare.parametrizations.base import Parametrization, random_orthonormal
 
@@ -41,6 +43,12 @@ def _correlation(moving: Tensor, kernel: Tensor, step: tuple[int, ...]) -> Tenso
     """``(g, a, c, *k)`` against ``(g, b, c, *k)`` at all lags that are multiples of ``step``: ``(a, g, b, lags)``."""
     groups, b = kernel.shape[:2]
     taps = kernel.shape[3:]
+    if is_reduced(kernel.device.type, "conv"):  # graphics cards convolve with fewer digits by default
+        lags = compose(moving, adjoint(kernel, dims=len(taps)), dims=len(taps))  # (g, a, b, *(2 k - 1))
+        for axis, (k, s) in enumerate(zip(taps, step, strict=True), start=3):
+            lags = lags.narrow(axis, (k - 1) % s, 2 * k - 1 - (k - 1) % s)
+            lags = lags.index_select(axis, torch.arange(0, lags.shape[axis], s, device=lags.device))
+        return lags.flatten(3).movedim(1, 0)
     pads = tuple((k - 1) // s * s for k, s in zip(taps, step, strict=True))
     correlated = _CORRELATE[len(taps)](
         moving.transpose(0, 1).flatten(1, 2), kernel.flatten(0, 1), stride=step, padding=pads, groups=groups
@@ -160,6 +168,9 @@ class AOL(Parametrization):
 
 
 def _inverse_root(sums: Tensor, own: Tensor, others: Tensor) -> Tensor:
-    """``(Σ_j sums_ij others_j / own_i)^(-1/2)`` for ``sums`` of shape ``(..., i, j)``; 0 is taken for tiny."""
+    """``(Σ_j sums_ij others_j / own_i)^(-1/2)`` for ``sums`` of shape ``(..., i, j)``; 0 for a sum of zeros.
+
+    Not the root of something tiny, whose second derivatives overflow.
+    """
     total = torch.matmul(sums, others.unsqueeze(-1).expand(*sums.shape[:-2], -1, 1)).squeeze(-1) / own
-    return total.clamp_min(torch.finfo(total.dtype).tiny).rsqrt()
+    return total.masked_fill(total <= 0, torch.inf).rsqrt()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, ClassVar
@@ -216,6 +217,10 @@ class Parametrization(Caching, ABC):
         """Shape of the weight."""
 
 
+# Weights that were handed out and are watched for writes.
+_WATCHED = 4
+
+
 @cache
 def _nothing_of(dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # it serves later passes too
@@ -229,20 +234,19 @@ class _Writes:
     """
 
     def __init__(self) -> None:
-        self._counter: Tensor | None = None
-        self._seen = 0
+        # Somebody may hold on to one while others are built.
+        self._watched: deque[tuple[Tensor, int]] = deque(maxlen=_WATCHED)
 
     def watch(self, weight: Tensor) -> None:
         """Count from now on."""
-        self._counter = None
         if type(weight) is Tensor and not weight.is_inference() and not torch._C._are_functorch_transforms_active():
-            self._counter = torch.Tensor._make_subclass(Tensor, weight)
-            self._counter.data = _nothing_of(weight.dtype, weight.device)
-            self._seen = weight._version
+            counter = torch.Tensor._make_subclass(Tensor, weight)
+            counter.data = _nothing_of(weight.dtype, weight.device)
+            self._watched.append((counter, weight._version))
 
     def forget(self) -> None:
         """Take what was written as settled."""
-        self._counter = None
+        self._watched.clear()
 
     def check(self) -> None:
         """Refuse to go on as if nothing had been written, once.
@@ -250,8 +254,8 @@ class _Writes:
         Raises:
             RuntimeError: if something was.
         """
-        counter, self._counter = self._counter, None
-        if counter is not None and counter._version != self._seen:
+        if any(counter._version != seen for counter, seen in self._watched):
+            self.forget()
             raise RuntimeError(
                 "layer.weight was written to in place (by nn.init, copy_ or the like), which has no effect: it is "
                 "built from the layer's free tensors at every use. Assign it (layer.weight = tensor, an orthogonal "

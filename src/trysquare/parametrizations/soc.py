@@ -151,7 +151,9 @@ class SOC(Composed):
         The convolution with the weight is that with the exponential of the skew kernel, then that with the matrix,
         which is the identity if there is none; the other way round where the weight is built from its adjoint.
         """
-        self._be_tended()
+        if not torch.compiler.is_compiling():
+            self._be_tended()
+            self._written.check()
         exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]
         skew = self._from(self._factors["skew"], lambda: protected(self._skew_blocks, exact[-1:]), free)
         if not self._matrix_count:
