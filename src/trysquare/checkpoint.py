@@ -12,14 +12,18 @@ import io
 import json
 import os
 import sys
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from trysquare.files import write_whole
+from trysquare.files import read_file, write_whole
+from trysquare.naming import shown
+from trysquare.pickles import refuse_bombs
 
 REGISTRY = "trysquare.models:build"
 """The factory that a file may name and have called: it makes the models of ``trysquare.models``."""
@@ -62,7 +66,7 @@ def save_checkpoint(
     try:
         described = json.dumps(_encoded(dict(arguments or {})), sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"arguments={arguments!r} must be of plain types: {error}") from error
+        raise ValueError(f"arguments={shown(arguments)} must be of plain types: {error}") from error
     parameters = sum(parameter.numel() for parameter in model.parameters())
     metadata = {"factory": factory, "arguments": described, "parameters": str(parameters), "sha256": _NO_DIGEST}
     write_whole(path, _sealed(_safetensors().save(tensors, metadata)))
@@ -130,9 +134,9 @@ def unpacked(path: Path) -> dict[str, Any]:
     """What ``packed`` made, of its digest; files of before that have none.
 
     Raises:
-        ValueError: if it is damaged, or something else.
+        ValueError: if it is damaged, something else, or claims more memory than its length.
     """
-    content = path.read_bytes()
+    content = read_file(path)
     if content.startswith(_SEAL):
         line, _, content = content.partition(b"\n")
         if line.removeprefix(_SEAL) != hashlib.sha256(content).hexdigest().encode():
@@ -140,16 +144,44 @@ def unpacked(path: Path) -> dict[str, Any]:
     elif not content.startswith(b"PK"):
         raise ValueError(f"{path} is not a checkpoint of a run, or damaged in its first line")
     try:
-        return dict(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
+        return dict(_loaded(content))
     except Exception as error:
-        raise ValueError(f"{path} is not a checkpoint of a run: {error}") from error
+        raise ValueError(f"{path} is not a checkpoint of a run: {_first_line(error)}") from error
+
+
+def _loaded(content: bytes) -> Any:
+    """What ``torch.save`` wrote, with tensors that hold as many numbers as they show.
+
+    Raises:
+        ValueError: if it claims more memory than its length. ``torch.save`` compresses nothing, so whatever is
+            compressed, overlaps or stands for much more than it is long was made to do so.
+    """
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        members = archive.infolist()
+        packed_members = [member.filename for member in members if member.compress_type != zipfile.ZIP_STORED]
+        if packed_members:
+            raise ValueError(f"{shown(packed_members[0])} in it is compressed, which torch.save never does")
+        claimed = sum(member.file_size for member in members)
+        if claimed > len(content):
+            raise ValueError(f"its parts claim {claimed} bytes, and it has {len(content)}")
+        for member in members:
+            if member.filename.endswith(".pkl"):
+                refuse_bombs(archive.read(member))
+    found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    for tensor in tree_leaves(found):
+        if isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
+            held = tensor.untyped_storage().nbytes()
+            if tensor.numel() * tensor.element_size() > held:
+                raise ValueError(f"a tensor of shape {tuple(tensor.shape)} repeats the {held} bytes that it has")
+    return found
 
 
 def load_model(source: str | os.PathLike[str], factory: Factory | None = None) -> nn.Module:
     """A model in eval mode, from a checkpoint file, a run directory, or ``"package.module:factory"``.
 
     Files run nothing: a model of ``trysquare.models`` is made again by name and arguments; for any other one, say what
-    makes it. The working directory is importable, as with ``python -m``.
+    makes it. While the module of a factory that you name is imported, the working directory is the last place in which
+    it, and what it imports, is looked for.
 
     Args:
         source: a file of ``save_checkpoint``, the directory of a run, or a factory.
@@ -164,7 +196,7 @@ def load_model(source: str | os.PathLike[str], factory: Factory | None = None) -
     if path is None:
         if factory is not None:
             raise ValueError(f"{str(source)!r} is no file: leave factory={factory!r} out, or give a checkpoint")
-        return _make(str(source), {}).eval()
+        return _made(str(source), {}).eval()
     content = read_checkpoint(path)
     if factory is None and content["factory"] != REGISTRY:
         named = content["factory"]
@@ -172,13 +204,57 @@ def load_model(source: str | os.PathLike[str], factory: Factory | None = None) -
             f"{path} is a model of {named!r}, and what a file names is not run. If you trust it, say so: "
             f"ts.load_model({str(path)!r}, factory={named!r}), or trysquare audit {path} --factory {named}"
         )
-    model = _make(REGISTRY if factory is None else factory, content["arguments"])
+    weights, arguments = content["state_dict"], content["arguments"]
     try:
-        model.load_state_dict(content["state_dict"])
-    except RuntimeError as error:
-        described = f"{content['factory']} with {content['arguments']}"
+        if factory is None:
+            # On the meta device, which takes no memory: arguments of a stranger may ask for any amount of it.
+            with torch.device("meta"):
+                require_fit(_built(arguments).state_dict(), weights)
+        model = _built(arguments) if factory is None else _made(factory, arguments)
+        require_fit(model.state_dict(), weights)
+        model.load_state_dict(weights)
+    except (_MisfitError, RuntimeError) as error:
+        described = f"{content['factory']} with {shown(arguments)}"
         raise ValueError(f"{path} holds weights of another model than {described}: {error}") from error
     return model.eval()
+
+
+class _MisfitError(ValueError):
+    """Weights that are not those of a model."""
+
+
+def require_fit(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Compare weights from a file with those of the model that they are for, before any of them is copied.
+
+    Number formats may be others if nothing is lost: bfloat16 becomes float32, and float64 does not.
+
+    Args:
+        wanted: the state of the model, which may be on the meta device.
+        found: that of the file.
+
+    Raises:
+        ValueError: if names, shapes or number formats differ; it names the first that does.
+    """
+    for name, value in wanted.items():
+        if name not in found:
+            raise _MisfitError(f"{shown(name)} is missing in the file")
+        weight = found[name]
+        if not isinstance(weight, Tensor) or not isinstance(value, Tensor):
+            raise _MisfitError(f"{shown(name)} is {type(weight).__name__} in the file, not a tensor")
+        if weight.shape != value.shape:
+            shapes = f"{shown(tuple(weight.shape))} in the file and {shown(tuple(value.shape))} in the model"
+            raise _MisfitError(f"{shown(name)} has the shape {shapes}")
+        both_float = weight.is_floating_point() and value.is_floating_point()
+        if weight.dtype != value.dtype and not (
+            both_float and torch.promote_types(weight.dtype, value.dtype) == value.dtype
+        ):
+            raise _MisfitError(
+                f"{shown(name)} is {weight.dtype} in the file and {value.dtype} in the model; save a model of the "
+                "number format that its factory makes"
+            )
+    for name in found:
+        if name not in wanted:
+            raise _MisfitError(f"the model has no {shown(name)}, which is in the file")
 
 
 MODEL_FILES = ("model.safetensors", "model.pt")
@@ -206,21 +282,25 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         ValueError: if it is something else, or damaged.
     """
     try:
-        content = path.read_bytes()
+        content = read_file(path)
         found = _read_old(content) if content.startswith(b"PK") else _read_safetensors(content)
     except ImportError:
         raise
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else "it ends too early"
         raise ValueError(
-            f"{path} is damaged, or not a checkpoint of trysquare.save_checkpoint ({type(error).__name__}: {reason})"
+            f"{path} is damaged, or not a checkpoint of trysquare.save_checkpoint ({type(error).__name__}: "
+            f"{_first_line(error)})"
         ) from error
     for name, kind in (("factory", str), ("arguments", dict), ("state_dict", dict)):
         if not isinstance(found[name], kind):
             raise ValueError(
-                f"{path} holds {name}={found[name]!r:.60}, which must be a {kind.__name__}: see save_checkpoint"
+                f"{path} holds {name}={shown(found[name])}, which must be a {kind.__name__}: see save_checkpoint"
             )
     return found
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:300] if str(error) else "it ends too early"
 
 
 def _read_safetensors(content: bytes) -> dict[str, Any]:
@@ -242,37 +322,47 @@ def _read_safetensors(content: bytes) -> dict[str, Any]:
 
 def _read_old(content: bytes) -> dict[str, Any]:
     """A file of ``torch.save``, as there were before safetensors."""
-    found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    found = _loaded(content)
     if not isinstance(found, dict) or set(found) != _KEYS:
         raise ValueError(f"it must hold {sorted(_KEYS)}")
     weights = found["state_dict"].values() if isinstance(found["state_dict"], dict) else ()
     return {**found, "parameters": sum(value.numel() for value in weights if isinstance(value, Tensor))}
 
 
-def _make(factory: Factory, arguments: Mapping[str, Any]) -> nn.Module:
+def _built(arguments: Mapping[str, Any]) -> nn.Module:
+    """A model of ``trysquare.models``; nothing else is imported or run for it."""
+    return _called(importlib.import_module("trysquare.models").build, REGISTRY, arguments)
+
+
+def _made(factory: Factory, arguments: Mapping[str, Any]) -> nn.Module:
+    """What the factory of a user makes."""
     if not isinstance(factory, str):
         return _called(factory, getattr(factory, "__name__", repr(factory)), arguments)
     module_name, _, name = factory.partition(":")
     if not module_name or not name:
-        raise ValueError(f"{factory!r} must be a checkpoint file that exists, or 'package.module:factory'")
+        raise ValueError(f"{shown(factory)} must be a checkpoint file that exists, or 'package.module:factory'")
     if module_name.startswith(".") or "/" in module_name or module_name.endswith(".py"):
-        raise ValueError(f"{factory!r} names a file; name the module: {_as_module(Path(module_name))}:{name}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        raise ValueError(f"{shown(factory)} names a file; name the module: {_as_module(Path(module_name))}:{name}")
+    # Last, so that no file there takes the place of an installed module; and only for what the user has named.
+    here = os.getcwd()
+    sys.path.append(here)
     try:
         make = getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # whatever the module does
-        raise ValueError(f"cannot import {factory!r}: {_named(error)}") from error
+    except (Exception, SystemExit) as error:  # whatever the module does
+        raise ValueError(f"cannot import {shown(factory)}: {_named(error)}") from error
+    finally:
+        if here in sys.path:
+            del sys.path[len(sys.path) - 1 - sys.path[::-1].index(here)]
     return make if isinstance(make, nn.Module) else _called(make, factory, arguments)
 
 
 def _called(make: Callable[..., Any], name: str, arguments: Mapping[str, Any]) -> nn.Module:
     try:
         model = make(**arguments)
-    except Exception as error:  # whatever the factory does
-        raise ValueError(f"{name!r} failed: {_named(error)}") from error
+    except (Exception, SystemExit) as error:  # whatever the factory does
+        raise ValueError(f"{shown(name)} failed: {_named(error)}") from error
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{name!r} made {type(model).__name__}, not an nn.Module")
+        raise ValueError(f"{shown(name)} made {type(model).__name__}, not an nn.Module")
     return model
 
 
@@ -284,5 +374,5 @@ def _as_module(path: Path) -> str:
     return ".".join(part for part in parts if part != ".")
 
 
-def _named(error: Exception) -> str:
+def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

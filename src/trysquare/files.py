@@ -9,6 +9,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -83,7 +84,7 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
-def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+def open_file(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file to read bytes from; at once, where opening a pipe would wait for somebody to write.
 
     Raises:

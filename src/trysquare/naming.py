@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import TypeVar
 
 T = TypeVar("T")
+
+_LONGEST = 80
+# Goes a few levels deep and a few entries wide, so that it ends at once whatever the value holds.
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _LONGEST
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfrozenset = 12
+
+
+def shown(value: object) -> str:
+    """A value as an error quotes it: whole if it is short, else its beginning and how long it is.
+
+    >>> from trysquare.naming import shown
+    >>> shown("digits"), shown([16, 32])
+    ("'digits'", '[16, 32]')
+    >>> shown("a" * 100_000)
+    "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' (100000 long)"
+    """
+    if (
+        isinstance(value, int) and value.bit_length() > 4 * _LONGEST
+    ):  # Python writes out no longer ones than 4300 digits
+        return f"an integer of {value.bit_length()} bits"
+    text = _SHORT.repr(value)
+    length = len(value) if isinstance(value, str | bytes | list | tuple | dict) else 0
+    if isinstance(value, str | bytes):
+        return text if len(text) >= len(repr(value)) else f"{text} ({length} long)"
+    return text if len(text) <= 3 * _LONGEST else f"{text[: 3 * _LONGEST]}... ({length} long)"
 
 
 def require_known(name: str, known: Iterable[str], kind: str) -> None:
@@ -21,9 +48,9 @@ def require_known(name: str, known: Iterable[str], kind: str) -> None:
     if name in names:
         return
     lower = {other.lower(): other for other in names}
-    near = get_close_matches(str(name).lower(), lower, n=1)
+    near = get_close_matches(str(name)[:_LONGEST].lower(), lower, n=1)
     guess = f"did you mean {lower[near[0]]!r}? " if near else ""
-    raise ValueError(f"unknown {kind} {name!r}: {guess}known: {', '.join(names)}")
+    raise ValueError(f"unknown {kind} {shown(name)}: {guess}known: {', '.join(names)}")
 
 
 def refuse_arguments(owner: str, names: Iterable[str], known: Iterable[str] = (), **why: str) -> None:

@@ -14,7 +14,7 @@ from trysquare.attacks import AttackReport
 from trysquare.auditing import AuditReport
 from trysquare.certification import Certificate
 from trysquare.checkpoint import MODEL_FILES, read_checkpoint
-from trysquare.files import DIGEST, sha256
+from trysquare.files import DIGEST, read_file, sha256
 from trysquare.training.library import refuse_bombs
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ def _outdated(path: Path) -> tuple[str, ...]:
     """Files that name the digest of another model; one without was not written by a command, and is believed."""
     digest = sha256(_model(path))
     files = {name: path / f"{name}.json" for name in COMMANDS}
-    about = {name: json.loads(file.read_bytes()).get(DIGEST, digest) for name, file in files.items() if file.is_file()}
+    about = {name: json.loads(read_file(file)).get(DIGEST, digest) for name, file in files.items() if file.is_file()}
     return tuple(name for name, found in about.items() if found != digest)
 
 
@@ -139,7 +139,7 @@ def _optional(path: Path, expected: str, parse: Callable[[str], T]) -> T | None:
 
 def _read(path: Path, expected: str, parse: Callable[[str], T], maker: str = "trysquare train") -> T:
     try:
-        return parse(_present(path, maker).read_bytes().decode())
+        return parse(read_file(_present(path, maker)).decode("utf-8"))
     except _MissingError:
         raise
     except _DAMAGE as error:

@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from trysquare.files import read_file
 from trysquare.naming import require_known
 from trysquare.training.recipe import Recipe, as_mapping, resolve, wants_text, yaml
 
@@ -49,7 +50,7 @@ def read_recipe(source: str | os.PathLike[str], overrides: Mapping[str, Any] | N
 def _read(path: Path) -> dict[str, Any]:
     parser = yaml()
     try:
-        text = path.read_text()
+        text = read_file(path).decode("utf-8")
         refuse_bombs(text)
         repeated = _repeated_key(parser.compose(text, Loader=parser.SafeLoader))
         content = parser.safe_load(text)

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from trysquare.naming import shown
 from trysquare.parametrizations.upkeep import continue_from, steps_taken
 from trysquare.training.build import Parts, build_parts, radius_schedule
 from trysquare.training.display import Display
 from trysquare.training.distribution import joined
 from trysquare.training.evaluation import Evaluation, evaluate, radius_key
 from trysquare.training.recipe import Recipe
-from trysquare.training.run import Run, load_run, start_run
+from trysquare.training.run import Run, load_run, starting
 from trysquare.training.step import Gradients
 
 # Of a recipe, when a run is resumed.
@@ -62,8 +63,8 @@ def train(recipe: Recipe, out: str | os.PathLike[str] | None = None, *, quiet: b
     """
     with joined(recipe.train.device) as world:
         parts = build_parts(recipe, world)
-        run: Any = world.shared(start_run(recipe, out) if world.leads else None)
-        with run.locked() if world.leads else nullcontext():
+        with starting(recipe, out) if world.leads else nullcontext() as own:
+            run: Any = world.shared(own)
             return _Training(parts, run, quiet).run_to_the_end()
 
 
@@ -84,8 +85,9 @@ def resume(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = N
             raise ValueError(f"{key} cannot change while a run is resumed; what can: {', '.join(_MAY_CHANGE)}")
     run = load_run(path, overrides)
     with joined(run.recipe.train.device) as world, run.locked() if world.leads else nullcontext():
+        state = run.read_state()  # before the model of the recipe is made, which may be a stranger's too
         training = _Training(build_parts(run.recipe, world), run, quiet)
-        training.restore(run.read_state())
+        training.restore(state)
         if world.leads:
             run.write("recipe.yaml", run.recipe.to_yaml())
         return training.run_to_the_end()
@@ -102,6 +104,19 @@ class _Progress:
     # Of the present epoch: sum of losses, right answers, images, seconds.
     sums: list[float] = field(default_factory=lambda: [0.0] * 4)
     metrics_size: int = 0
+
+    def check(self) -> None:
+        """Refuse what no run can have written.
+
+        Raises:
+            ValueError: if something is no number, or negative.
+        """
+        counts = (self.epoch, self.batch, self.step, self.metrics_size)
+        numbers = (self.seconds, *self.sums)
+        if len(self.sums) != 4 or not all(isinstance(count, int) and count >= 0 for count in counts):
+            raise ValueError(f"progress={shown(vars(self))} must be counts, at least 0")
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise ValueError(f"progress={shown(vars(self))} must be numbers")
 
 
 class _Training:
@@ -234,20 +249,24 @@ class _Training:
         """
         if state.get("model_arguments") != self.parts.arguments:
             found, wanted = state.get("model_arguments"), self.parts.arguments
-            raise ValueError(f"{self.run.path / 'checkpoint.pt'} is of another model: {found}, the recipe has {wanted}")
+            raise ValueError(
+                f"{self.run.path / 'checkpoint.pt'} is of another model: {shown(found)}, the recipe has {shown(wanted)}"
+            )
         try:
             self.parts.model.load_state_dict(state["model"])
             self.parts.stepper.optimizer.load_state_dict(state["optimizer"])
             self.progress = _Progress(**state["progress"])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            self.progress.check()
+            continue_from(self.parts.stepper.optimizer, int(state["steps_seen"]))
+            torch.set_rng_state(state["random"])
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{self.run.path / 'checkpoint.pt'} does not fit the recipe: {error}") from error
         self._require_not_past_the_end()
-        continue_from(self.parts.stepper.optimizer, state["steps_seen"])
-        torch.set_rng_state(state["random"])
         if self.world.leads:
             self.run.cut_metrics(self.progress.metrics_size)
             for left_over in Path(self.run.path).glob("*.tmp"):
-                left_over.unlink()
+                if not left_over.is_dir():
+                    left_over.unlink()
 
     def _require_not_past_the_end(self) -> None:
         epochs, begun = self.recipe.train.epochs, self.progress.epoch + (self.progress.batch > 0)

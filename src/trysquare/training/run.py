@@ -30,12 +30,15 @@ from trysquare.checkpoint import (
     model_file,
     packed,
     read_checkpoint,
+    require_fit,
     save_checkpoint,
     unpacked,
 )
 from trysquare.data import Loader
 from trysquare.data.sets import Part
-from trysquare.files import inside, write_whole
+from trysquare.files import inside, read_file, write_whole
+from trysquare.models import build
+from trysquare.naming import shown
 from trysquare.training.build import load_images
 from trysquare.training.library import read_recipe
 from trysquare.training.recipe import Recipe
@@ -59,19 +62,22 @@ class Run:
         Raises:
             ValueError: if the run has not saved one, or the file is damaged or holds another one.
         """
-        wanted = {"name": self.recipe.model.name, **self.recipe.model.options}
         if (path := model_file(self.path)) is not None:
-            found = read_checkpoint(path)["arguments"]
-            others = {name: found.get(name) for name, value in wanted.items() if found.get(name) != value}
-            if others:
-                described = {name: wanted[name] for name in others}
-                raise ValueError(f"{path} is of another model: it has {others}, the recipe has {described}")
+            self._require_own(path, read_checkpoint(path)["arguments"])
         return load_model(self.path)
+
+    def _require_own(self, path: Path, arguments: Mapping[str, Any]) -> None:
+        """Refuse a file of another model than that of the recipe."""
+        wanted = {"name": self.recipe.model.name, **self.recipe.model.options}
+        others = {name: arguments.get(name) for name, value in wanted.items() if arguments.get(name) != value}
+        if others:
+            described = {name: wanted[name] for name in others}
+            raise ValueError(f"{path} is of another model: it has {shown(others)}, the recipe has {shown(described)}")
 
     def metrics(self) -> list[dict[str, Any]]:
         """Everything that was measured, in order; a line that was cut short by a crash is left out."""
         path = self.path / "metrics.jsonl"
-        lines = path.read_bytes().split(b"\n") if path.is_file() else []
+        lines = read_file(path).split(b"\n") if path.is_file() else []
         return [json.loads(line) for line in lines[:-1]]
 
     def batches(self, split: str = "test", samples: int | None = None) -> Loader:
@@ -106,7 +112,7 @@ class Run:
         """Where a file of the run is written to.
 
         Raises:
-            ValueError: if a symbolic link leads out of the run.
+            ValueError: if it is a symbolic link, a pipe or a device.
         """
         return inside(self.path, name)
 
@@ -147,15 +153,26 @@ class Run:
         self.write("checkpoint.pt", packed(state))
 
     def read_state(self) -> dict[str, Any]:
-        """What ``save_state`` wrote.
+        """What ``save_state`` wrote, whose weights are those of the recipe's model.
 
         Raises:
-            ValueError: if there is none, or it is damaged.
+            ValueError: if there is none, it is damaged, or of another model.
         """
         path = self.path / "checkpoint.pt"
         if not path.is_file():
             raise ValueError(f"{path} does not exist: the run was stopped before its first checkpoint; start it anew")
-        return unpacked(path)
+        state = unpacked(path)
+        arguments, weights = state.get("model_arguments"), state.get("model")
+        if not isinstance(arguments, dict) or not isinstance(weights, dict):
+            raise ValueError(f"{path} is not a checkpoint of a run: it has no model_arguments, or no model")
+        self._require_own(path, arguments)
+        try:
+            # On the meta device, which takes no memory: a stranger's numbers may ask for any amount of it.
+            with torch.device("meta"):
+                require_fit(build(**arguments).state_dict(), weights)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} does not fit the recipe: {error}") from error
+        return state
 
     def append_metrics(self, record: Mapping[str, Any]) -> int:
         """Add a line; the size of the file afterwards.
@@ -164,11 +181,11 @@ class Run:
             OSError: if it cannot be written; it names the file. What was written of the line is cut off at resume.
         """
         path = self.place("metrics.jsonl")
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{path} is no file to write to: remove it")
         try:
+            if path.exists() and path.stat().st_nlink > 1:
+                write_whole(path, read_file(path))  # what else has this file by a hard link keeps the old one
             with path.open("ab") as file:
-                file.write(json.dumps(record).encode() + b"\n")
+                file.write(json.dumps(record).encode("utf-8") + b"\n")
                 file.flush()
                 return file.tell()
         except OSError as error:
@@ -176,31 +193,35 @@ class Run:
             raise OSError(error.errno, reason) from error
 
     def cut_metrics(self, size: int) -> None:
-        """Drop what was written after a checkpoint."""
+        """Drop what was written after a checkpoint; by a new file, as the old one may be another's by a hard link."""
         path = self.place("metrics.jsonl")
-        if path.is_file():
-            os.truncate(path, min(size, path.stat().st_size))
+        if path.is_file() and path.stat().st_size > size:
+            write_whole(path, read_file(path)[:size])
 
 
-def start_run(recipe: Recipe, path: str | os.PathLike[str] | None = None) -> Run:
-    """Make the directory of a new run.
+@contextmanager
+def starting(recipe: Recipe, path: str | os.PathLike[str] | None = None) -> Iterator[Run]:
+    """Context of a new run in a directory of its own, in which no other process trains.
 
     Args:
         recipe: is written into it.
         path: ``runs/NAME-DATE-TIME`` unless given.
 
     Raises:
-        ValueError: if there is something in the directory already.
+        ValueError: if there is something in the directory already, or another process starts there too.
         OSError: if it cannot be written to.
     """
     folder = Path(path or Path("runs") / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if folder.is_dir() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty: give another directory, or continue that run with --resume {folder}")
     folder.mkdir(parents=True, exist_ok=True)
     run = Run(folder, recipe)
-    run.write("recipe.yaml", recipe.to_yaml())
-    run.write("versions.json", json.dumps(versions(), indent=2) + "\n")
-    return run
+    with run.locked():  # before it is looked at: of two that find it empty, one is to give way
+        if any(folder.iterdir()):
+            raise ValueError(
+                f"{folder} is not empty: give another directory, or continue that run with --resume {folder}"
+            )
+        run.write("recipe.yaml", recipe.to_yaml())
+        run.write("versions.json", json.dumps(versions(), indent=2) + "\n")
+        yield run
 
 
 def load_run(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> Run:
