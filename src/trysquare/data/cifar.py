@@ -12,6 +12,7 @@ from torch import Tensor
 from trysquare.data.files import find_folder, nestings, nothing_found, require_file
 from trysquare.data.sets import ImageSet, require_labels
 from trysquare.data.unpickle import read_pickled_dict
+from trysquare.files import open_file
 
 SHAPE = (3, 32, 32)
 _PIXELS = 3 * 32 * 32
@@ -48,7 +49,8 @@ class Cifar:
             ValueError: if a file is missing or damaged; it names the file, what was expected and what was found.
         """
         files = self._files(root, split)
-        parts = [self._read_binary(f) if f.suffix == ".bin" else self._read_python(f) for f in files]
+        rows = self.rows[split]
+        parts = [self._read_binary(f, rows) if f.suffix == ".bin" else self._read_python(f) for f in files]
         for file, (_, labels) in zip(files, parts, strict=True):
             require_labels(labels, len(self.classes), file)
             if len(labels) != self.rows[split]:
@@ -71,11 +73,16 @@ class Cifar:
         wanted = f"{first}.bin (binary layout) or {first} (python layout) and its companions"
         raise nothing_found(self.name, root, nestings(self.name, self.binary, self.python), wanted)
 
-    def _read_binary(self, path: Path) -> tuple[Tensor, Tensor]:
-        content, row = np.fromfile(path, np.uint8), self.label_bytes + _PIXELS
+    def _read_binary(self, path: Path, rows: int) -> tuple[Tensor, Tensor]:
+        row = self.label_bytes + _PIXELS
+        with open_file(path) as file:
+            # One row more than there should be tells a file that is too long, however long that is.
+            content = np.frombuffer(bytearray(file.read((rows + 1) * row)), np.uint8)
         if not len(content) or len(content) % row:
-            rows = f"{len(content) // row} rows and {len(content) % row} bytes"
-            raise ValueError(f"{path}: expected whole rows of {row} bytes, found {len(content)} bytes, which is {rows}")
+            found = f"{len(content) // row} rows and {len(content) % row} bytes"
+            raise ValueError(
+                f"{path}: expected whole rows of {row} bytes, found {len(content)} bytes, which is {found}"
+            )
         rows_of_bytes = torch.from_numpy(content).view(-1, row)
         return rows_of_bytes[:, self.label_bytes :], rows_of_bytes[:, self.label_bytes - 1].long()
 

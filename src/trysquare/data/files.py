@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from trysquare.files import open_file
+
 _GZIP_MAGIC = b"\x1f\x8b"
 _PIECE = 1 << 20
 
@@ -57,7 +59,7 @@ def require_file(path: Path) -> Path:
 def read_start(path: Path, size: int) -> bytes:
     """At most ``size`` first bytes of a file, which may be gzipped (told by its content, not by its name)."""
     try:
-        with path.open("rb") as plain:
+        with open_file(path) as plain:
             packed = plain.read(2) == _GZIP_MAGIC
             plain.seek(0)
             return _read(gzip.GzipFile(fileobj=plain) if packed else plain, size)

@@ -1,4 +1,8 @@
-"""Tiny-ImageNet, ImageNet and other folders of images: listed at once, decoded with Pillow when asked for."""
+"""Tiny-ImageNet, ImageNet and other folders of images: listed at once, decoded with Pillow when asked for.
+
+The folder of a data set may be a symbolic link. Links inside of it may lead to other places in it, not out of it: a
+data set of somebody else would otherwise show pictures that are not its own.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ import torch
 from torch import Tensor
 
 from trysquare.data.files import nestings, nothing_found, require_file
+from trysquare.files import open_file, read_file
+from trysquare.naming import shown
 from trysquare.progress import track
 
 if TYPE_CHECKING:
@@ -22,6 +28,8 @@ Box = Callable[[int, int, int], Sequence[int]]
 """From the place in the batch and the height and width of the image to top, left, height and width of a part."""
 
 _ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm")
+# What the endings claim. Pillow tells formats by content, and starts other programs for some of them (EPS).
+_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM")
 _HEADERS_PER_CLASS = 8
 # What the last bytes of a whole file are: the end marker of JPEG, the last chunk of PNG.
 _LAST_BYTES = (b"\xff\xd9", b"IEND\xaeB`\x82")
@@ -100,15 +108,15 @@ def read_tiny_imagenet(root: Path, split: str, size: int = 64) -> FolderSet:
     classes = _class_names(base / "train")
     annotations = base / "val" / "val_annotations.txt"
     if split == "test" and annotations.is_file():
-        return _annotated(annotations, classes, size)
-    return _by_class(base / ("train" if split == "train" else "val"), classes, size, size)
+        return _annotated(base, annotations, classes, size)
+    return _by_class(base, "train" if split == "train" else "val", classes, size, size)
 
 
 def read_imagenet(root: Path, split: str, size: int = 224) -> FolderSet:
     """ImageNet: ``train/CLASS/*`` and ``val/CLASS/*``; the shorter side is resized to 8/7 of ``size`` (256 for 224)."""
     base = _base("imagenet", root, nestings("imagenet", "ILSVRC/Data/CLS-LOC", "ILSVRC2012"))
     classes = _class_names(base / "train")
-    return _by_class(base / ("train" if split == "train" else "val"), classes, size, round(size * 8 / 7))
+    return _by_class(base, "train" if split == "train" else "val", classes, size, round(size * 8 / 7))
 
 
 def check_folder(images: FolderSet) -> None:
@@ -123,12 +131,12 @@ def _check_end(file: str) -> None:
     """Cheap for a whole file; one that does not end as its format does may still be whole, so it is decoded."""
     longest = max(map(len, _LAST_BYTES))
     try:
-        with open(file, "rb") as content:
+        with open_file(file) as content:
             size = content.seek(0, os.SEEK_END)
             content.seek(max(0, size - longest))
             end = content.read()
-    except OSError as error:
-        raise ValueError(f"{file}: expected an image, found no file that can be read ({error.strerror})") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: expected an image, found no file that can be read ({error})") from error
     if not size:
         raise ValueError(f"{file}: expected an image, found an empty file")
     if file.lower().endswith(_HAVE_LAST_BYTES) and not end.endswith(_LAST_BYTES):
@@ -150,46 +158,83 @@ def _base(name: str, root: Path, folders: Sequence[str]) -> Path:
 
 
 def _class_names(train: Path) -> tuple[str, ...]:
-    names = tuple(sorted(e.name for e in os.scandir(train) if e.is_dir() and not e.name.startswith(".")))
+    with os.scandir(train) as entries:
+        names = tuple(sorted(e.name for e in entries if e.is_dir() and not e.name.startswith(".")))
     if not names:
         raise ValueError(f"{train}: expected a folder of images for each class, found no folder")
     return names
 
 
-def _by_class(folder: Path, classes: tuple[str, ...], size: int, resize: int) -> FolderSet:
+def _by_class(base: Path, split: str, classes: tuple[str, ...], size: int, resize: int) -> FolderSet:
     """A folder a class, each of which holds images itself or in a folder ``images``."""
+    folder = base / split
     if not folder.is_dir():
         raise ValueError(f"{folder}: expected this folder with a folder of images for each class, found none")
     if strange := set(_class_names(folder)) - set(classes):
         raise ValueError(
             f"{folder / min(strange)}: expected only the {len(classes)} classes of 'train', found this one"
         )
-    found = [_images_of(folder / name) for name in classes]
+    found = [_images_of(folder / name, base) for name in classes]
     labels = torch.repeat_interleave(torch.tensor([len(files) for files in found]))
     return FolderSet(tuple(file for files in found for file in files), labels, classes, size, resize)
 
 
-def _images_of(folder: Path) -> list[str]:
+def _images_of(folder: Path, base: Path) -> list[str]:
     inner = folder / "images"
     source = inner if inner.is_dir() else folder
-    files = sorted(e.path for e in os.scandir(source) if e.name.lower().endswith(_ENDINGS)) if source.is_dir() else []
+    if not source.is_dir():
+        raise ValueError(f"{folder}: expected images of this class ({', '.join(_ENDINGS)}), found none")
+    _require_inside(source, base)
+    with os.scandir(source) as entries:
+        files = [_image(entry, base) for entry in entries if entry.name.lower().endswith(_ENDINGS)]
     if not files:
         raise ValueError(f"{folder}: expected images of this class ({', '.join(_ENDINGS)}), found none")
-    return files
+    return sorted(files)
 
 
-def _annotated(annotations: Path, classes: tuple[str, ...], size: int) -> FolderSet:
+def _image(entry: os.DirEntry[str], base: Path) -> str:
+    """Its path; the list of its folder says what it is, so that only links cost a look at the disk."""
+    if not entry.is_file():
+        raise ValueError(
+            f"{entry.path}: expected an image, found no file that can be read (a folder, a pipe, or a link to nothing)"
+        )
+    if entry.is_symlink():
+        _require_inside(Path(entry.path), base)
+    return entry.path
+
+
+def _require_inside(path: Path, base: Path) -> None:
+    """Raise ``ValueError`` if links lead out of the folder of the data set."""
+    if not path.resolve().is_relative_to(base.resolve()):
+        raise ValueError(
+            f"{path}: expected a file of the data set, found a symbolic link to {path.resolve()}, out of {base}; copy "
+            "what is meant, or make the folder of the whole data set the link"
+        )
+
+
+def _annotated(base: Path, annotations: Path, classes: tuple[str, ...], size: int) -> FolderSet:
     """Images in one folder, and a list of lines of file name, tab, class, tab, what else."""
     number = {name: label for label, name in enumerate(classes)}
     files, labels = [], []
-    for count, line in enumerate(annotations.read_text().splitlines(), 1):
+    _require_inside(annotations, base)
+    _require_inside(annotations.parent / "images", base)
+    try:
+        lines = read_file(annotations).decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{annotations}: expected text in UTF-8, found something else ({error})") from error
+    for count, line in enumerate(lines, 1):
         name, _, rest = line.partition("\t")
         wnid = rest.split("\t")[0]
         if wnid not in number:
-            raise ValueError(f"{annotations}: expected a class of 'train' in line {count}, found {wnid!r}")
+            raise ValueError(f"{annotations}: expected a class of 'train' in line {count}, found {shown(wnid)}")
         if Path(name).name != name:
-            raise ValueError(f"{annotations}: expected the name of a file in 'images' in line {count}, found {name!r}")
-        files.append(str(require_file(annotations.parent / "images" / name)))
+            raise ValueError(
+                f"{annotations}: expected the name of a file in 'images' in line {count}, found {shown(name)}"
+            )
+        file = require_file(annotations.parent / "images" / name)
+        if file.is_symlink():
+            _require_inside(file, base)
+        files.append(str(file))
         labels.append(number[wnid])
     if not files:
         raise ValueError(f"{annotations}: expected a line an image, found an empty file")
@@ -200,10 +245,10 @@ def _open(file: str, decode: bool) -> Image.Image:
     """The image as RGB, or only its header."""
     pillow: Any = _pillow()
     try:
-        with pillow.open(file) as image:
+        with open_file(file) as content, pillow.open(content, formats=_FORMATS) as image:
             _refuse_claims(file, *image.size)
             return image.convert("RGB") if decode else image
-    except (OSError, SyntaxError, ValueError, MemoryError, pillow.DecompressionBombError) as error:
+    except Exception as error:  # a damaged image fails in every way that there is
         raise ValueError(f"{file}: expected an image, found a file that Pillow cannot read ({error})") from error
 
 

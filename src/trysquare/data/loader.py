@@ -18,6 +18,8 @@ from trysquare.data.randomness import Randomness, generator
 from trysquare.data.sets import Images
 
 Batch = tuple[Tensor, Tensor]
+MOST_WORKERS = 256
+"""Threads of one loader; each holds two batches. Decoding gains nothing from more of them than there are cores."""
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -71,8 +73,11 @@ class Loader:
                 "each process needs a part of the batch: expected 0 <= rank < world_size <= batch_size, "
                 f"found rank={self.rank}, world_size={self.world_size}, batch_size={self.batch_size}"
             )
-        if self.seed < 0 or self.workers < 0:
-            raise ValueError(f"seed and workers are at least 0, found seed={self.seed}, workers={self.workers}")
+        if self.seed < 0 or not 0 <= self.workers <= MOST_WORKERS:
+            raise ValueError(
+                f"seed is at least 0 and workers from 0 to {MOST_WORKERS}, found seed={self.seed}, "
+                f"workers={self.workers}: give one a core"
+            )
         if len(self) == 0:
             raise ValueError(f"no batch is left: batch_size={self.batch_size}, but there are {len(self.images)} images")
         steps = augmentations(self.augment)

@@ -22,6 +22,7 @@ _FOLDERS = {
     "mnist": nestings("mnist", "MNIST/raw", "raw"),
     "fashion-mnist": nestings("fashion-mnist", "FashionMNIST/raw", "raw", "fashion"),
 }
+COUNTS = {"train": 60_000, "test": 10_000}
 _PREFIX = {"train": "train", "test": "t10k"}
 _UINT8 = 8  # the code of the idx format for unsigned bytes
 
@@ -36,7 +37,8 @@ def read_mnist(name: str, root: Path, split: str) -> ImageSet:
     if folder is None:
         raise nothing_found(name, root, _FOLDERS[name], "train-images-idx3-ubyte and its companions (or .gz)")
     image_file, label_file = (_find(folder, split, *kind) for kind in [("images", 3), ("labels", 1)])
-    images, labels = read_idx(image_file, (SIZE, SIZE)), read_idx(label_file, ()).long()
+    most = COUNTS[split]
+    images, labels = read_idx(image_file, (SIZE, SIZE), most), read_idx(label_file, (), most).long()
     if len(images) != len(labels):
         raise ValueError(f"{label_file}: expected {len(images)} labels as in {image_file.name}, found {len(labels)}")
     classes = MNIST_CLASSES if name == "mnist" else FASHION_CLASSES
@@ -44,8 +46,8 @@ def read_mnist(name: str, root: Path, split: str) -> ImageSet:
     return ImageSet(images[:, None], labels, classes)
 
 
-def read_idx(path: Path, item: Sequence[int]) -> Tensor:
-    """Unsigned bytes of an idx file, ``(n, *item)``.
+def read_idx(path: Path, item: Sequence[int], most: int) -> Tensor:
+    """Unsigned bytes of an idx file, ``(n, *item)`` with ``n`` at most ``most``: zeros are a thousandth when gzipped.
 
     The header is four bytes (two zeros, the type, the number of axes) and a big-endian 32-bit length of each axis.
     """
@@ -56,6 +58,10 @@ def read_idx(path: Path, item: Sequence[int]) -> Tensor:
     shape = np.frombuffer(header, ">u4", offset=4).tolist()
     if shape[1:] != list(item):
         raise ValueError(f"{path}: expected items of shape {tuple(item)}, found {tuple(shape[1:])}")
+    if shape[0] > most:
+        raise ValueError(
+            f"{path}: expected at most {most} items, which the official file has, found a header for {shape[0]} items"
+        )
     expected = len(header) + math.prod(shape)
     content = read_start(path, expected + 1)
     if len(content) != expected:

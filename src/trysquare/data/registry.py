@@ -11,7 +11,7 @@ from pathlib import Path
 from trysquare.data.cifar import CIFAR10, CIFAR100, SHAPE, Cifar
 from trysquare.data.digits import read_digits
 from trysquare.data.folders import CHECKED, FolderSet, check_folder, read_imagenet, read_tiny_imagenet
-from trysquare.data.mnist import SIZE, read_mnist
+from trysquare.data.mnist import COUNTS, SIZE, read_mnist
 from trysquare.data.sets import Images
 from trysquare.naming import pick, require_known
 
@@ -48,7 +48,7 @@ def _cifar(cifar: Cifar) -> DataSet:
 
 
 def _mnist(name: str) -> DataSet:
-    return DataSet((1, SIZE, SIZE), 10, {"train": 60_000, "test": 10_000}, partial(read_mnist, name))
+    return DataSet((1, SIZE, SIZE), 10, COUNTS, partial(read_mnist, name))
 
 
 DATASETS: dict[str, DataSet] = {
@@ -74,7 +74,8 @@ def load(
 
     Sets of small images are read into memory and checked as they are; ``tiny-imagenet`` and ``imagenet`` are listed and
     decoded later. The validation images of these two are their ``"test"`` split. Pickles of CIFAR's python layout are
-    read without running what they name.
+    read without running what they name. Symbolic links that lead out of a folder of images are refused; the folder of
+    the data set itself may be one.
 
     Args:
         name: a key of ``DATASETS``.
