@@ -24,6 +24,17 @@ VALUES = {
     "a batch": ["--train.batch_size", "9" * 40],
     "nesting": ["--model.widths", "[" * 5000],
     "aliases": ["--model.widths", "&a [*a]"],
+    "a learning rate": ["--optimizer.lr", "1e308"],
+    "a decay": ["--optimizer.weight_decay", "1e308"],
+    "a margin": ["--loss.radius", "1e308"],
+    "threads": ["--data.workers", "1000000000"],
+    "images": ["--data.size", "1000000000"],
+    "many digits": ["--train.epochs", "9" * 5000],
+    "many letters": ["--model.dense_width", "a" * 100_000],
+    "a long word for a list": ["--model.widths", str(["a" * 1000] * 100)],
+    "a long name of a model": ["--model.name", "a" * 100_000],
+    "a long name of a key": [f"--model.{'a' * 100_000}", "1"],
+    "a long name of a section": [f"--{'a' * 100_000}.b", "1"],
 }
 
 
@@ -34,7 +45,36 @@ def test_numbers_without_bounds_end_at_once(name, tmp_path, monkeypatch, capsys)
     shown = capsys.readouterr().err
     assert shown.startswith("trysquare: ")
     assert shown.count("\n") == 1
-    assert len(shown) < 3000
+    assert len(shown) < 700
+    assert not list(tmp_path.iterdir())
+
+
+LONG = "a" * 100_000
+ARGUMENTS = {
+    "a large input": ["audit", "torch.nn:Identity", "--input-shape", "99999999999,9999999999"],
+    "a large axis": ["audit", "torch.nn:Identity", "--input-shape", "9" * 5000],
+    "many axes": ["audit", "torch.nn:Identity", "--input-shape", ",".join(["1"] * 501)],
+    "a long shape": ["audit", "torch.nn:Identity", "--input-shape", LONG],
+    "a long model": ["audit", LONG, "--input-shape", "3"],
+    "a long factory": ["audit", f"{LONG}:{LONG}", "--input-shape", "3"],
+    "a long run": ["certify", LONG],
+    "a long recipe": ["train", LONG],
+    "a long folder": ["train", "--out", LONG],
+    "a long command": [LONG],
+    "a long option": ["certify", "run", f"--{LONG}"],
+    "a long radius": ["certify", "run", "--epsilons", LONG],
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_are_not_quoted_whole(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(main(ARGUMENTS[name]))
+    assert ended.value.code in (1, 2)
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("trysquare")
+    assert len(last) < 700
 
 
 def test_radii_of_the_command_line(capsys):
@@ -115,6 +155,17 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     found = _audit({}, "| head -c 1")
     assert b"rror" not in found.stderr
     assert b"Broken" not in found.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize("command", ["recipes", "audit torch.nn:Identity --input-shape 3", "audit nothing:nothing"])
+def test_streams_that_are_closed(closed, command):
+    script = "import sys; from trysquare.cli import main; sys.exit(main(sys.argv[1:]))"
+    found = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -c '{script}' {command} {closed}"], capture_output=True, check=False
+    )
+    assert found.returncode == ("nothing" in command)
+    assert b"Error" not in found.stderr
 
 
 def test_terminals_without_greek_letters():

@@ -9,13 +9,14 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from trysquare import training
 from trysquare.auditing import audit
 from trysquare.checkpoint import load_model
 from trysquare.export import FORMATS
 from trysquare.files import check_writable, replacing
+from trysquare.naming import shown
 from trysquare.plotting import check_picture, plot_spectra
 from trysquare.report import recipe_images, write_report
 from trysquare.training.values import quotient
@@ -32,7 +33,7 @@ _AFTERWARDS = (*_MOVED, "data.workers", "evaluate.batch_size")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``trysquare`` with the given arguments; the exit code: 1 after an error, 130 after an interrupt."""
-    _take_any_terminal()
+    _take_any_streams()
     try:
         left, overrides = training.split_overrides(sys.argv[1:] if arguments is None else arguments)
         options = _parser().parse_args(left)
@@ -58,11 +59,17 @@ def _plainly(error: UnicodeError) -> tuple[str, int]:
     return "".join(_PLAIN.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
 
 
-def _take_any_terminal() -> None:
-    """Write plain letters where the terminal, or the file that output goes to, has no others."""
+def _take_any_streams() -> None:
+    """Write plain letters where the terminal, or the file that output goes to, has no others.
+
+    A stream that was closed (``>&-``) is ``None``: what is written to it is dropped, as with ``/dev/null``.
+    """
     codecs.register_error("trysquare", _plainly)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open as long as the process
+        elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="trysquare")
 
 
@@ -79,12 +86,35 @@ def _require_taken(options: argparse.Namespace, overrides: Overrides) -> None:
 def _fail(message: str, code: int) -> int:
     """Say on one line what failed; of several processes, the first does."""
     if training.first_to_fail():
-        print(f"trysquare: {' '.join(message.split())}", file=sys.stderr)
+        print(f"trysquare: {_brief(message)}", file=sys.stderr)
     return code
 
 
+# Of a word (a path may be long) and of a whole message; of what is longer, so many letters are kept at either end.
+_LONGEST_WORD, _KEPT_OF_WORD = 400, 60
+_LONGEST_MESSAGE, _KEPT_OF_MESSAGE = 2000, 900
+
+
+def _brief(message: str) -> str:
+    """A message on one line, without the middle of what is too long to be read."""
+    words = (_cut(word, _LONGEST_WORD, _KEPT_OF_WORD) for word in message.split())
+    return _cut(" ".join(words), _LONGEST_MESSAGE, _KEPT_OF_MESSAGE)
+
+
+def _cut(text: str, longest: int, kept: int) -> str:
+    return text if len(text) <= longest else f"{text[:kept]}...{text[-kept:]} ({len(text)} letters)"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Argparse, which quotes arguments whole however long they are."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong with the arguments, and exit."""
+        super().error(_brief(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="trysquare", description="Orthogonal and 1-Lipschitz networks.")
+    parser = _Parser(prog="trysquare", description="Orthogonal and 1-Lipschitz networks.")
     commands = parser.add_subparsers(dest="command", required=True)
     _command(commands, "recipes", _recipes, "list the recipes of the package")
     _add_train(commands)
@@ -167,13 +197,23 @@ def _add_samples(command: argparse.ArgumentParser) -> None:
     command.add_argument("--epsilons", type=_radius, nargs="+", metavar="R", help="radii, such as 0.5 or 36/255")
 
 
+# Of one input: more of either is beyond torch, or beyond any memory.
+_MOST_AXES, _LARGEST_INPUT = 32, 2**31
+
+
 def _shape(text: str) -> tuple[int, ...]:
     try:
         shape = tuple(int(part) for part in text.replace("x", ",").split(","))
     except ValueError:
         shape = ()
     if not shape or min(shape) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be positive integers separated by commas, such as 3,32,32")
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} must be positive integers separated by commas, such as 3,32,32"
+        )
+    if len(shape) > _MOST_AXES or math.prod(shape) > _LARGEST_INPUT:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} must be at most {_MOST_AXES} axes and {_LARGEST_INPUT} numbers, one input without the batch"
+        )
     return shape
 
 
@@ -183,7 +223,7 @@ def _radius(text: str) -> float:
     except (ValueError, ZeroDivisionError):
         radius = math.nan
     if not 0 <= radius < math.inf:
-        raise argparse.ArgumentTypeError(f"{text:.40} must be a radius, such as 0.5 or 36/255")
+        raise argparse.ArgumentTypeError(f"{shown(text)} must be a radius, such as 0.5 or 36/255")
     return radius
 
 

@@ -27,7 +27,7 @@ class _Bar:
         self.started, self.drawn = time.monotonic(), False
         self.closed = Event()
         self.thread = Thread(target=self._keep_drawing, daemon=True)
-        if _Bar.shown is None and sys.stderr.isatty():
+        if _Bar.shown is None and sys.stderr is not None and sys.stderr.isatty():
             _Bar.shown = self
             self.thread.start()
 

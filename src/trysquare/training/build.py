@@ -17,6 +17,7 @@ from trysquare.data.registry import check_images
 from trysquare.lipschitz import analyse
 from trysquare.losses import Loss, make_loss, margin_for_radius
 from trysquare.models import Classifier, build
+from trysquare.naming import shown
 from trysquare.training.distribution import World
 from trysquare.training.optimizers import OPTIMIZERS, Stepper
 from trysquare.training.recipe import MARGINS, Recipe
@@ -67,15 +68,22 @@ def check_loss(recipe: Recipe, loss: Loss, model: Classifier, classes: int) -> N
     """Refuse a loss that does not take a logit for each class, before a run finds out at its first step.
 
     Raises:
-        ValueError: if the loss refuses such logits.
+        ValueError: if the loss refuses such logits, or is not finite for logits of 0.
     """
     head = {"head": model.head.weight} if takes_head(loss) else {}
     device = next(model.parameters()).device
     try:
         with torch.no_grad():
-            loss(torch.zeros(1, classes, device=device), torch.zeros(1, dtype=torch.int64, device=device), **head)
+            logits, labels = torch.zeros(1, classes, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+            value = float(loss(logits, labels, **head))
     except ValueError as error:
         raise ValueError(f"loss {recipe.loss.name!r} does not take {classes} classes: {error}") from error
+    if not math.isfinite(value):
+        options = shown(dict(recipe.loss.options))
+        raise ValueError(
+            f"loss {recipe.loss.name!r} with {options} is {value} where all logits are 0: take numbers that are less "
+            "extreme"
+        )
 
 
 def takes_head(loss: Loss) -> bool:

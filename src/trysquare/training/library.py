@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trysquare.files import read_file
-from trysquare.naming import require_known
+from trysquare.naming import require_known, shown
 from trysquare.training.recipe import Recipe, as_mapping, resolve, wants_text, yaml
 
 
@@ -137,8 +137,8 @@ def _value(key: str, text: str) -> Any:
         refuse_bombs(text)
         value = parser.safe_load(text)
     except (parser.YAMLError, RecursionError) as error:
-        raise ValueError(f"{key}: {text!r:.60} is not a value in YAML") from error
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from error
+        raise ValueError(f"{key}: {shown(text)} is not a value in YAML") from error
+    except ValueError as error:  # what Python adds for programmers, after a semicolon, is left out
+        raise ValueError(f"{key}={shown(text)} cannot be read: {str(error).split(';')[0]}") from error
     typed = wants_text(key.removeprefix("--")) and value is not None and not isinstance(value, str)
     return text if typed else value

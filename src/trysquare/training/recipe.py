@@ -10,15 +10,21 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from trysquare.certification import EPSILONS
 from trysquare.data import DATASETS, augmentations
+from trysquare.data.loader import MOST_WORKERS
 from trysquare.losses import LOSSES
 from trysquare.models import MODELS
-from trysquare.naming import pick, require_known
+from trysquare.naming import pick, require_known, shown
 from trysquare.training.optimizers import OPTIMIZERS
 from trysquare.training.values import convert
 
 PRECISIONS = ("float32", "bfloat16")
 _LARGEST_SEED = 2**63 - 1
 _LARGEST_COUNT = 10**9
+# Squares of rates and decays, and their products with numbers of steps, must be far from the largest float.
+_LARGEST_RATE = 10**6
+_LARGEST_SIZE = 10**4
+# A file system takes 255 bytes, of which date and time are to have some.
+_LONGEST_NAME = 200
 S = TypeVar("S")
 
 
@@ -241,7 +247,7 @@ def as_mapping(content: Any, kind: str) -> dict[str, Any]:
         ValueError: if it is something else.
     """
     if content is not None and not isinstance(content, Mapping):
-        raise ValueError(f"{kind} must be a mapping of names to values, found {content!r}")
+        raise ValueError(f"{kind} must be a mapping of names to values, found {shown(content)}")
     return dict(content or {})
 
 
@@ -279,8 +285,11 @@ def _named(options_of: Callable[[str], dict[str, Option]], section: str, content
 
 def _check(recipe: Recipe) -> None:
     """Refuse what no run can have."""
-    if any(character in recipe.name for character in "/\\\0"):
-        raise ValueError(f"name={recipe.name!r} becomes that of a folder in runs/: leave slashes out")
+    if any(character in recipe.name for character in "/\\\0") or len(recipe.name.encode()) > _LONGEST_NAME:
+        raise ValueError(
+            f"name={shown(recipe.name)} becomes that of a folder in runs/: leave slashes out, and take at most "
+            f"{_LONGEST_NAME} bytes"
+        )
     pick(DATASETS, recipe.data.name, "data set")
     augmentations(recipe.data.augment)
     require_known(recipe.train.precision, PRECISIONS, "precision")
@@ -307,8 +316,8 @@ def _check_radius(recipe: Recipe) -> None:
 Range = tuple[str, Callable[[Any], bool]]
 
 
-def _at_least(least: int) -> Range:
-    return f"at least {least} and at most {_LARGEST_COUNT}", lambda value: bool(least <= value <= _LARGEST_COUNT)
+def _at_least(least: int, most: int = _LARGEST_COUNT) -> Range:
+    return f"at least {least} and at most {most}", lambda value: bool(least <= value <= most)
 
 
 # Of numbers and of each number of a list. Comparisons are such that nan does not fit.
@@ -317,12 +326,12 @@ _NOT_NEGATIVE: Range = "at least 0 and finite", lambda value: 0 <= value < math.
 _DECAY: Range = "at least 0 and below 1", lambda value: 0 <= value < 1
 
 _RANGES: dict[str, Range] = {
-    "data.workers": _at_least(0),
-    "data.size": _at_least(1),
-    "optimizer.lr": _POSITIVE,
+    "data.workers": _at_least(0, MOST_WORKERS),
+    "data.size": _at_least(1, _LARGEST_SIZE),
+    "optimizer.lr": (f"above 0 and at most {_LARGEST_RATE}", lambda value: 0 < value <= _LARGEST_RATE),
     "optimizer.betas": _DECAY,
     "optimizer.momentum": _DECAY,
-    "optimizer.weight_decay": _NOT_NEGATIVE,
+    "optimizer.weight_decay": (f"at least 0 and at most {_LARGEST_RATE}", lambda value: 0 <= value <= _LARGEST_RATE),
     "optimizer.warmup_steps": _at_least(0),
     "train.epochs": _at_least(1),
     "train.batch_size": _at_least(1),
@@ -350,9 +359,9 @@ def _require_range(key: str, value: Any, wanted: str, fits: Callable[[Any], bool
         if not value:
             raise ValueError(f"{key}=[] must have at least one number")
         if not all(map(fits, value)):
-            raise ValueError(f"{key}={list(value)}: each must be {wanted}")
+            raise ValueError(f"{key}={shown(list(value))}: each must be {wanted}")
     elif value is not None and not fits(value):
-        raise ValueError(f"{key}={value} must be {wanted}")
+        raise ValueError(f"{key}={shown(value)} must be {wanted}")
 
 
 def yaml() -> Any:

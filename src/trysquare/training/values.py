@@ -6,6 +6,8 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Union, get_args, get_origin
 
+from trysquare.naming import shown
+
 
 def convert(value: Any, hint: Any, key: str) -> Any:
     """A value as the type that the hint asks for.
@@ -26,7 +28,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     try:
         return _converted(value, hint)
     except TypeError as error:
-        raise ValueError(f"{key}={value!r} must be {described(hint)}") from error
+        raise ValueError(f"{key}={shown(value)} must be {described(hint)}") from error
 
 
 def _converted(value: Any, hint: Any) -> Any:
