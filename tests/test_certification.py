@@ -240,8 +240,16 @@ def doubled_in_secret(logits):
     return logits
 
 
+@pytest.mark.parametrize("after", [lambda z: 2 * z, doubled_in_place, doubled_in_secret])
+def test_factors_behind_the_last_layer_count(after):
+    model = FeaturesAndHead(nn.Flatten(), nn.Linear(16, 3), after)
+    found = analyse(model, (16,))
+    torch.testing.assert_close(found.head_weight, 2 * model.head.weight.double(), rtol=1e-9, atol=0)
+    assert found.features_bound == pytest.approx(1)
+
+
 @pytest.mark.parametrize(
-    "after", [lambda z: 2 * z, doubled_in_place, doubled_in_secret, nn.ReLU(), lambda z: z.flip(1)]
+    "after", [nn.ReLU(), lambda z: z.flip(1), lambda z: z * torch.tensor([1.0, 2.0, 3.0]), lambda z: z + z.relu()]
 )
 def test_what_follows_the_last_layer_is_not_ignored(after):
     model = FeaturesAndHead(nn.Flatten(), nn.Linear(16, 3), after)
@@ -269,11 +277,11 @@ def test_a_head_that_is_not_the_output_is_not_used():
 
 
 def test_a_linear_layer_of_ones_own_is_not_a_head():
-    class Twice(nn.Linear):
+    class Bent(nn.Linear):
         def forward(self, x):
-            return 2 * super().forward(x)
+            return super().forward(x).relu()
 
-    found = analyse(nn.Sequential(Twice(4, 3)), (4,))
+    found = analyse(nn.Sequential(Bent(4, 3)), (4,))
     assert found.head_weight is None
 
 

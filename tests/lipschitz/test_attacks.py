@@ -252,3 +252,198 @@ def test_weights_that_are_not_finite_are_refused_wherever_they_are(bad):
             with pytest.raises(ValueError, match=r"not finite|NaN|infinite"):
                 ts.lipschitz_bound(layer.eval(), shape)
             getattr(layer, name).data = kept
+
+
+def of(function):
+    """A network that is a function, in float64."""
+    return Fn(lambda m, x: function(x), p=torch.zeros(1, dtype=DOUBLE))
+
+
+# -- where memory really is
+
+
+def _windows(x):
+    z = F.relu(x - 100)
+    z.unfold(1, 2, 1).mul_(1000.0)
+    return x + z
+
+
+def _windows_added(x):
+    z = x.clone()
+    w = z.unfold(1, 3, 1)
+    w += w.clone()
+    return z
+
+
+def _applied(x):
+    memory = torch.zeros(x.shape, dtype=x.dtype)
+    memory.copy_(x)
+    return memory.apply_(lambda v: v if not v > 100 else 1000 * v)
+
+
+def _mapped(x):
+    memory = torch.zeros(x.shape, dtype=x.dtype)
+    memory.copy_(x)
+    return memory.map_(memory.clone(), lambda v, w: v if not v > 100 else 1000 * w)
+
+
+def _exchanged(x, offset=0):
+    memory = torch.zeros(len(x), x.shape[1] + offset, dtype=x.dtype)
+    alias = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(memory[:, offset:]))
+    memory[:, offset:].copy_(x)
+    return x + 1000 * F.relu(torch.where(alias == alias, alias, 0.0) - 100)
+
+
+MEMORY = [_windows, _windows_added, _applied, _mapped, _exchanged, lambda x: _exchanged(x, 1)]
+
+
+@pytest.mark.parametrize("attack", [*MEMORY, lambda x: x.clone().apply_(abs)])
+def test_memory_that_is_reached_in_other_ways_is_refused(attack):
+    with pytest.raises(NoRuleError):
+        ts.lipschitz_bound(of(attack), (5,))
+
+
+class _Permuted(nn.Module):
+    """A write that reaches the features or a copy of them, by how a convolution lays out its result."""
+
+    def __init__(self, kind, inside=False):
+        super().__init__()
+        self.conv, self.inside, self.kind = nn.Conv2d(4, 4, 3, padding=1, bias=False), inside, kind
+        self.conv.weight.data.abs_()
+
+    def forward(self, x):
+        y = F.relu(self.conv(x.contiguous(memory_format=torch.channels_last) if self.inside else x) - 10)
+        z = y.permute(0, 2, 3, 1)
+        {"flatten": lambda: z.flatten(1), "reshape": lambda: z.reshape(len(x), -1), "contiguous": z.contiguous}[
+            self.kind
+        ]().mul_(1000.0)
+        return y.flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["flatten", "reshape", "contiguous"])
+@pytest.mark.parametrize("where", ["weights", "inside", "nowhere"])
+def test_layouts_of_convolutions_are_those_of_the_program(where, kind, dtype):
+    model = _Permuted(kind, inside=where == "inside").to(dtype).eval()
+    model = model.to(memory_format=torch.channels_last) if where == "weights" else model
+    x = torch.full((1, 4, 8, 8), 50.0, dtype=dtype)
+    with torch.no_grad():
+        stretch = float((model(1.1 * x) - model(x)).double().norm() / (0.1 * x).double().norm())
+    try:
+        bound = ts.lipschitz_bound(model, (4, 8, 8))
+    except NoRuleError:
+        return
+    assert bound > 0.9 * stretch
+
+
+def test_ordinary_networks_with_channels_last_and_writes_in_place_are_certified():
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4),
+    ).eval()  # fmt: skip
+    plain = ts.lipschitz_bound(model, (3, 16, 16))
+    assert ts.lipschitz_bound(model.to(memory_format=torch.channels_last), (3, 16, 16)) == pytest.approx(plain)
+
+
+# -- batches that are another function than the one that was bounded
+
+
+class _Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(3, 3), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) * (1.0 if self.calls < 12 else 100.0)
+
+
+class _Large(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.linear, self.change = nn.Linear(3, 3, bias=False), change
+
+    def forward(self, x):
+        return self.change(self.linear(x), len(x) > 3)
+
+
+CHANGES = {
+    "factor": lambda y, large: y * (1000.0 if large else 1.0),
+    "copies": lambda y, large: torch.stack([y] * (100 if large else 1)).sum(0),
+    "constant": lambda y, large: y + torch.tensor([100.0 if large else 0.0, 0.0, 0.0]),
+    "another call": lambda y, large: y.relu() if large else y,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_batch_that_is_computed_in_another_way_is_refused(name):
+    images, labels = torch.randn(8, 3), torch.zeros(8, dtype=torch.long)
+    model = _Large(CHANGES[name])
+    ts.certify(model, (images[:3], labels[:3]))
+    with pytest.raises(NoRuleError):
+        ts.certify(model, (images, labels))
+
+
+def test_a_model_that_changes_with_the_number_of_calls_is_refused():
+    with pytest.raises(NoRuleError):
+        ts.certify(_Counting(), (torch.randn(64, 3), torch.zeros(64, dtype=torch.long)), batch_size=2)
+
+
+# -- orders of norms
+
+
+@pytest.mark.parametrize("order", [1, 3, 16, 1000, 0.5, -math.inf])
+def test_norms_whose_powers_vanish_are_refused(order):
+    with pytest.raises(NoRuleError, match="order"):
+        ts.lipschitz_bound(of(lambda x: torch.linalg.vector_norm(x, ord=order, dim=1, keepdim=True)), (3,))
+
+
+@pytest.mark.parametrize("order", [2, math.inf])
+def test_norms_that_have_a_rule(order):
+    assert sound(of(lambda x: torch.linalg.vector_norm(x, ord=order, dim=1, keepdim=True)), (3,)) == pytest.approx(1)
+
+
+# -- what answered with an exception of somebody else's
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x.abs() + 1) ** torch.tensor([0.5, 0.5, 0.5], dtype=DOUBLE),
+        lambda x: torch.sparse.mm(torch.eye(3, dtype=DOUBLE).to_sparse(), x.T).T,
+        lambda x: None,
+        lambda x: 3,
+        lambda x: [],
+    ],
+)
+def test_what_has_no_bound_says_why(function):
+    with pytest.raises(ValueError, match=r"rule|sparse|no numbers|Lipschitz"):
+        ts.lipschitz_bound(of(function), (3,))
+
+
+def test_empty_maps_are_refused_as_by_torch():
+    def beside(x):
+        return torch.cat([x, F.conv_transpose1d(x[:, :, :0].relu(), torch.ones(2, 2, 3, dtype=DOUBLE))], 2)
+
+    with pytest.raises(ValueError, match="zero batch or zero channel"):
+        ts.lipschitz_bound(of(beside), (2, 3))
+
+
+# -- heads behind a temperature
+
+
+@pytest.mark.parametrize("change", [lambda z: 20 * z, lambda z: z / 0.05, lambda z: 3 - z * 4, lambda z: -z])
+def test_factors_behind_a_head_keep_it(change):
+    torch.manual_seed(0)
+    body, head = nn.Sequential(ts.OrthoLinear(8, 8), nn.ReLU()).double(), nn.Linear(8, 10).double()
+    model = nn.Sequential(body, head, of(change))
+    images = torch.randn(16, 8, dtype=DOUBLE)
+    labels = model(images).argmax(1)
+    found = ts.certify(model, (images, labels))
+    assert found.pairwise
+    logits = model(images).detach()
+    factor = float((change(torch.ones(1, 1)) - change(torch.zeros(1, 1))).abs())
+    top = logits.gather(1, labels[:, None])
+    distance = factor * torch.cdist(head.weight, head.weight)[labels] + torch.eye(10, dtype=DOUBLE)[labels] * 1e9
+    gap = (top - logits + torch.eye(10, dtype=DOUBLE)[labels] * 1e18) / distance
+    torch.testing.assert_close(found.radii, gap.amin(1).detach(), rtol=1e-5, atol=1e-9)

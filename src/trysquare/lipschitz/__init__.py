@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from trysquare.linalg.precision import autocast_dtype
 from trysquare.lipschitz import ours as ours  # registers the rules of our blocks
+from trysquare.lipschitz.blocks import constant_factor
 from trysquare.lipschitz.exact import ExactEvaluation
 from trysquare.lipschitz.leaves import is_leaf, rule
 from trysquare.lipschitz.lower import lipschitz_lower_bound
 from trysquare.lipschitz.trace import (
     BATCH,
+    Calls,
+    CopiesAndWrites,
     Graph,
     Node,
     NoRuleError,
@@ -100,28 +104,38 @@ class Analysis:
     walk: Walk
     gains: dict[int, float]
 
-    @property
-    def head(self) -> Node | None:
-        """The product with a constant matrix whose result is the network's, if there is one."""
+    @cached_property
+    def _head(self) -> tuple[Node, float] | None:
+        """The product with a constant matrix that the network's result is, times a number, plus constants."""
         if len(self.graph.outputs) != 1:
             return None
-        labels = self.graph.outputs[0]
-        last = next((node for node in self.graph.nodes if node.outputs and node.start == labels.flatten()[0]), None)
-        if last is None or last.op not in ("addmm", "mm") or last.outputs[0][1] != labels.shape:
-            return None
-        expected = torch.arange(labels.numel(), dtype=torch.float64).view(labels.shape) + last.start
-        if not torch.equal(labels, expected):
-            return None
-        names = ("mat1", "mat2") if last.op == "addmm" else ("self", "mat2")
-        if not isinstance(last.args[names[0]], Value) or isinstance(last.args[names[1]], Value):
-            return None
-        plain = last.op == "mm" or (last.args.get("alpha", 1) == 1 and not isinstance(last.args["self"], Value))
-        return last if plain else None
+        labels, calls, scale = self.graph.outputs[0], Calls(self.graph.nodes), 1.0
+        while True:
+            last = calls.whole(-labels if bool((labels < 0).all()) else labels)
+            if last is None or last.outputs[0][1] != labels.shape:
+                return None
+            if last.op in ("addmm", "mm"):
+                names = ("mat1", "mat2") if last.op == "addmm" else ("self", "mat2")
+                plain = last.op == "mm" or (last.args.get("alpha", 1) == 1 and not isinstance(last.args["self"], Value))
+                known = isinstance(last.args[names[0]], Value) and not isinstance(last.args[names[1]], Value)
+                return (last, scale * (1 + 2.0**-40)) if plain and known else None
+            factor = constant_factor(last)
+            if factor is None or factor.numel() != 1 or last.values[0].labels.shape != labels.shape:
+                return None
+            labels, scale = last.values[0].labels, scale * abs(float(factor))
+
+    @property
+    def head(self) -> Node | None:
+        """The product with a constant matrix whose result is the network's, up to a factor and constants."""
+        return None if self._head is None else self._head[0]
 
     @property
     def head_weight(self) -> Tensor | None:
-        """Weight ``(classes, features)`` of the head."""
-        return None if self.head is None else self.head.args["mat2"].detach().mT
+        """Weight ``(classes, features)`` of the head, times the factor behind it."""
+        if self._head is None:
+            return None
+        weight = self._head[0].args["mat2"].detach().mT
+        return weight if self._head[1] == 1 + 2.0**-40 else weight.cpu().double() * self._head[1]
 
     @property
     def features_bound(self) -> float:
@@ -152,7 +166,7 @@ def analyse(model: nn.Module, input_shape: InputShape, *, compare: bool = True) 
     like = input_like(model)
     with unchanged(model):
         graph = _traced(model, shapes, like)
-    if not sum(labels.numel() for labels in graph.outputs) and not graph.outputs == []:
+    if not sum(leaf.numel() for leaf in graph.tensors):
         raise ValueError(f"{class_name(model)} returns no numbers for an input of shape {input_shape}")
     walk = Walk(graph)
     walk.forward()
@@ -246,19 +260,15 @@ def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> No
         NoRuleError: if not.
     """
     inputs = random_inputs(found.graph, shapes, like, _OTHER_BATCH)
-    exact_model = ExactEvaluation(model, found.graph, found.gains, same_constants=True)
+    exact_model = ExactEvaluation(model, found.graph, found.gains)
     followed, error = exact_model(inputs)
-    if found.graph.sequence and exact_model.sequence != found.graph.sequence:
-        raise NoRuleError(
-            f"{class_name(model)} copies memory in one pass and shares it in another, by its layout, or makes other "
-            "calls for another batch: it cannot be followed; write with clone() what is to be a copy"
-        )
     short = max((like.dtype, autocast_dtype(like) or like.dtype), key=lambda dtype: torch.finfo(dtype).eps)
     rounding = (error - exact_model.jumps) * torch.finfo(short).eps / torch.finfo(torch.float64).eps + exact_model.jumps
 
-    def called(values: Any) -> list[Tensor]:
+    def called(values: Any, copy: bool = True) -> list[Tensor]:
         # The model may write into its inputs.
-        values = {n: v.clone() for n, v in values.items()} if isinstance(values, dict) else [v.clone() for v in values]
+        if copy:
+            values = tree_map(torch.clone, values)
         try:
             result = model(**values) if isinstance(values, dict) else model(*values)
         except Exception as error:
@@ -270,6 +280,15 @@ def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> No
 
     with torch.no_grad():
         plain, flipped, alone = called(inputs), called(each(lambda v: v.flip(0))), called(each(lambda v: v[:1]))
+        if found.graph.writes:
+            given = each(lambda v: v.clone())
+            with CopiesAndWrites(tree_leaves(given)) as seen:
+                called(given, copy=False)
+            if seen.names != CopiesAndWrites.of(found.graph.sequence):
+                raise NoRuleError(
+                    f"{class_name(model)} writes into values that share memory with others when it is followed and do "
+                    "not when it runs, or the other way round; write with clone() what is to be a copy"
+                )
     with torch.enable_grad():  # what an attack computes
         graded = called(inputs)
     exact = [leaf for leaf in tree_leaves(followed) if isinstance(leaf, Tensor)]

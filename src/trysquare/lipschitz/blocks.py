@@ -293,10 +293,10 @@ def _through(labels: Tensor, calls: Calls, parts: list[Node]) -> tuple[Tensor, T
         node = calls.maker(float(names[0])) if len(names) else None
         if node is None or bool(((names.abs() < node.start) | (names.abs() >= node.start + node.size)).any()):
             return None
-        if node.op not in ("add", "sub", "mul", "div") or len(node.values) != 1:
+        if node.op not in ("add", "sub", "rsub", "mul", "div") or len(node.values) != 1:
             signs = torch.where(labels == 0, 1.0, labels.sign())
             return labels.abs(), factors * signs, node
-        factor = _constant_factor(node)
+        factor = constant_factor(node)
         if factor is None:
             return None
         shape = node.outputs[0][1]
@@ -309,12 +309,14 @@ def _through(labels: Tensor, calls: Calls, parts: list[Node]) -> tuple[Tensor, T
         parts.append(node)
 
 
-def _constant_factor(node: Node) -> Tensor | None:
+def constant_factor(node: Node) -> Tensor | None:
     """By what a call multiplies the one value that it depends on; ``None`` if that is not certain."""
+    if node.op not in ("add", "sub", "rsub", "mul", "div") or len(node.values) != 1:
+        return None
     a, b = node.args["self"], node.args["other"]
-    if node.op in ("add", "sub"):
-        sign = 1.0 if node.op == "add" else -1.0
-        number: Any = 1.0 if isinstance(a, Value) else sign * node.args.get("alpha", 1)
+    if node.op in ("add", "sub", "rsub"):
+        plain, sign = ("other" if node.op == "rsub" else "self"), (1.0 if node.op == "add" else -1.0)
+        number: Any = 1.0 if isinstance(node.args[plain], Value) else sign * node.args.get("alpha", 1)
         readings = signed_readings(number, node.dtype)
     elif node.op == "mul":
         readings = signed_readings(b if isinstance(a, Value) else a, node.dtype)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from trysquare.lipschitz.leaves import is_leaf
 from trysquare.lipschitz.rules import RULES
@@ -25,6 +25,7 @@ from trysquare.lipschitz.trace import (
     Traced,
     Value,
     class_name,
+    convolution_layout,
     input_like,
     leaves_of,
     mapped,
@@ -55,7 +56,7 @@ class Evaluator(Shadow):
     ) -> None:  # fmt: skip
         super().__init__(model, dtype, is_leaf)
         self.observe = observe
-        self.kept: dict[Any, tuple[Tensor, Tensor]] = {}  # parameters in float64
+        self.kept: dict[Any, tuple[Tensor, Tensor]] = {}  # constants in float64
         self.dtypes: dict[Any, Any] = {}  # of what calls return
 
     def evaluate(self, inputs: Any) -> Any:
@@ -76,12 +77,13 @@ class Evaluator(Shadow):
         return tree_map(value, plain_structure(run(self, args, kwargs)))
 
     def lifted(self, constant: Tensor) -> Tensor:
-        """A constant in float64, which is kept if it is a parameter."""
-        if not isinstance(constant, nn.Parameter):
-            return constant.detach().to("cpu", torch.float64 if constant.dtype != torch.bool else torch.bool)
+        """A constant in float64, which is kept for other batches unless the model makes it anew at every pass."""
+        exact = torch.float64 if constant.dtype != torch.bool else torch.bool
+        if constant.is_inference() or self._is_new(constant):
+            return constant.detach().to("cpu", exact)
         key = id(constant), constant._version
         if key not in self.kept:
-            self.kept[key] = constant, constant.detach().to("cpu", torch.float64)
+            self.kept[key] = constant, constant.detach().to("cpu", exact)
         return self.kept[key][1]
 
     def number(self, value: Any) -> Any:
@@ -127,17 +129,26 @@ class Evaluator(Shadow):
             # Twice as fast in float64 on a processor, where torch unfolds the input.
             exact = (exact[0].contiguous(memory_format=torch.channels_last), *exact[1:])
         result = func(*exact, **options)
-        if op == "convolution":
-            result = result.contiguous().flatten().view(result.shape)  # what torch calls next may depend on strides
+        if op == "convolution":  # what torch calls next may depend on strides
+            layout = convolution_layout(args[0], args[1])
+            result = result.contiguous(memory_format=layout)
+            if layout is torch.contiguous_format:
+                result = result.flatten().view(result.shape)
         names = [argument.name for argument in func._schema.arguments]
         tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
         self.observe(op, dict(zip(names, exact, strict=False)) | options, tensors)
         return result
 
 
-def _check_constants(node: Node, args: dict[str, Any]) -> None:
+def _check_constants(node: Node, args: dict[str, Any], seen: dict[Any, Any]) -> None:
+    """Refuse constants that are others than they were in the trace; what was ``seen`` before is not looked at again."""
     for name, value in args.items():
-        if node.op != "leaf" and name != "noise" and not _same_constant(node.args.get(name), value):
+        if isinstance(value, Tensor) and seen.get((id(node), name)) is value:
+            continue
+        if node.op == "leaf" or name == "noise" or _same_constant(node.args.get(name), value):
+            if isinstance(value, Tensor) and not isinstance(node.args.get(name), Value):
+                seen[id(node), name] = value
+        else:
             raise NoRuleError(
                 f"{node.where()}: its constant {name!r} is not the same at every pass, or depends on the size of the "
                 "batch: it is not a fixed function"
@@ -185,18 +196,15 @@ class ExactEvaluation:
         model: the network.
         graph: its calls.
         gains: of each call, by its ``id``, on what the network returns.
-        same_constants: whether to refuse calls whose constants are others than they were in the trace.
     """
 
-    def __init__(
-        self, model: nn.Module, graph: Graph, gains: dict[int, float], *, same_constants: bool = False
-    ) -> None:
-        self.model, self.gains, self.same_constants = model, gains, same_constants
+    def __init__(self, model: nn.Module, graph: Graph, gains: dict[int, float]) -> None:
+        self.model, self.graph, self.gains = model, graph, gains
         self.calls = all_calls(graph.nodes)
+        self.seen: dict[Any, Any] = {}  # constants that are those of the trace
         self.dtype = input_like(model).dtype
         self.kept: dict[Any, Any] = {}
         self.dtypes: dict[Any, Any] = {}
-        self.sequence: list[str] = []  # of the calls for the last batch
         self.jumps = 0.0  # of the error of the last batch, what jumps of functions add
 
     def __call__(self, inputs: Tensor) -> tuple[Any, float]:
@@ -216,15 +224,27 @@ class ExactEvaluation:
                     f"{class_name(self.model)} makes other calls for this batch than for one of {BATCH}: it does not "
                     "treat the samples one by one"
                 )
-            if self.same_constants:
-                _check_constants(node, args)
+            _check_constants(node, args, self.seen)
             error += self._contribution(node, args, out)
 
         evaluator = Evaluator(self.model, self.dtype, is_leaf, observe)
         evaluator.kept, evaluator.dtypes = self.kept, self.dtypes
         result = evaluator.evaluate(inputs)
-        self.sequence = evaluator.sequence
+        self._check_sequence(evaluator.sequence, len(next(iter(tree_leaves(inputs)))))
         return result, error * (1 + 1e-9)
+
+    def _check_sequence(self, sequence: list[tuple[str, int]], batch: int) -> None:
+        """Refuse a batch for which the model moves other numbers than it was analysed for."""
+        same = len(sequence) == len(self.graph.sequence)
+        for (name, size), (known, before) in zip(sequence, self.graph.sequence, strict=False):
+            # What takes a part of the batch may return as many numbers for each.
+            same = same and name == known and (size * BATCH == before * batch or size == before)
+        if not same:
+            raise NoRuleError(
+                f"{class_name(self.model)} copies memory in one pass and shares it in another, by its layout, or makes "
+                f"other calls for this batch of {batch} than for one of {BATCH}: it does not treat the samples one by "
+                "one, or cannot be followed; write with clone() what is to be a copy"
+            )
 
     def _contribution(self, node: Node, args: dict[str, Any], out: list[Tensor]) -> float:
         """What the rounding of one call adds to the error of the results: infinite where that is not known."""

@@ -35,7 +35,7 @@ _VANISHED = 2.0**-340
 
 def as_root(node: Node, calls: Calls) -> Node:
     """A node ``root`` with what leads from squares to it inside, if that is what a power or a root is."""
-    if node.op == "pow" and node.args.get("exponent") != 0.5:
+    if node.op == "pow" and not _is_number(node.args.get("exponent"), 0.5):
         return node
     steps: dict[int, Node] = {}
     (value,) = node.values
@@ -46,6 +46,10 @@ def as_root(node: Node, calls: Calls) -> Node:
     if sum(step.op in _FACTORS for step in steps.values()) > _MOST_FACTORS:
         return node
     return replace(node, op="root", args={"self": value}, inner=[steps[start] for start in sorted(steps)])
+
+
+def _is_number(value: Any, number: float) -> bool:
+    return isinstance(value, int | float) and value == number
 
 
 def _leads_to_squares(labels: Tensor, calls: Calls, steps: dict[int, Node]) -> bool:
@@ -69,7 +73,7 @@ def _step(node: Node, calls: Calls) -> Node | None:
     """A call as one of few kinds, ``None`` if it is something else."""
     if len(node.outputs) != 1:
         return None
-    if node.op == "pow" and node.args.get("exponent") == 2 and isinstance(node.args["self"], Value):
+    if node.op == "pow" and _is_number(node.args.get("exponent"), 2) and isinstance(node.args["self"], Value):
         return replace(node, op="square", args={"self": node.args["self"]})
     if node.op == "mul" and len(node.values) == 2:
         a, b = node.values

@@ -198,10 +198,10 @@ def leaky(node: Node, given: list[Tensor]) -> Weights:
     """The larger slope; in eval mode a randomized one is the mean of two."""
     if node.op == "rrelu_with_noise" and node.args.get("training"):
         raise NoRuleError("it draws random slopes; call model.eval()")
-    names = ("negative_slope",) if node.op == "leaky_relu" else ("lower", "upper")
-    defaults = {"negative_slope": 0.01, "lower": 0.125, "upper": 1 / 3}
-    slopes = [float(largest(node.args.get(name, defaults[name]), node.dtype)) for name in names]
-    return [_spread(node.args["self"], scaled(given[0], max(1.0, *slopes)))]
+    slope = node.args.get("negative_slope", 0.01)
+    if node.op == "rrelu_with_noise":
+        slope = (node.args.get("lower", 0.125) + node.args.get("upper", 1 / 3)) / 2
+    return [_spread(node.args["self"], scaled(given[0], max(1.0, float(largest(slope, node.dtype)))))]
 
 
 @_on("_prelu_kernel prelu", remark=_STEEP, attained=True, rounding=_function_rounding)
@@ -430,10 +430,13 @@ def _logsumexp_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
 
 @_on("linalg_vector_norm norm", rounding=lambda args, out: _length_rounding(args, out))
 def vector_norm(node: Node, given: list[Tensor]) -> Weights:
-    """The Euclidean norm is 1-Lipschitz, and so is every norm below it."""
+    """The Euclidean norm is 1-Lipschitz, and so is the largest entry.
+
+    So are all norms between them, but powers of small numbers vanish, and they jump where torch computes them.
+    """
     order = node.args.get("ord", node.args.get("p", 2))
-    if order is not None and not order >= 2:
-        raise NoRuleError(f"a norm of order {order} has no rule; those of order 2 and above have")
+    if order not in (None, 2, math.inf):
+        raise NoRuleError(f"a norm of order {order} has no rule; those of order 2 and infinity have")
     return _reduced(node, given[0], lambda w, axes: w)
 
 
@@ -638,6 +641,8 @@ def convolution(node: Node, given: list[Tensor]) -> Weights:
     """The norm of the convolution with a constant kernel, whose outputs are weighted channel by channel."""
     _constant_only(node, "weight", "bias")
     weights, groups = given[0], node.args["groups"]
+    if not weights.numel() or not node.args["input"].labels.numel():
+        return []
     tops = weights.flatten(1).amax(1)
     finite = torch.where(tops.isfinite() & (tops > 0), tops, 1.0).view(-1, *(1,) * (weights.ndim - 1))
     profile = torch.where(weights > 0, (weights / finite).nan_to_num(1.0, 1.0).clamp(_TINY, 1.0), 0.0)
@@ -742,6 +747,8 @@ def without_border(labels: Tensor) -> Tensor:
 def period(labels: Tensor, axis: int) -> int:
     """The smallest shift along an axis that leaves the labels the same; the size of the axis if there is none."""
     size = labels.shape[axis]
+    if not labels.numel():
+        return size
     first = labels.movedim(axis, 0).flatten(1)[:, 0]
     for shift in (first[1:] == first[0]).nonzero().flatten().tolist() if float(first[0]) else ():
         if torch.equal(labels.narrow(axis, shift + 1, size - shift - 1), labels.narrow(axis, 0, size - shift - 1)):

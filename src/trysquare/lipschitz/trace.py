@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -80,7 +81,8 @@ _LOOKS = frozenset(["_local_scalar_dense", "equal", "is_nonzero", "nonzero", "un
 _ESCAPES = frozenset(
     [
         Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage,
-        Tensor.__dlpack__, Tensor.__reduce_ex__, Tensor.share_memory_, Tensor.set_,
+        Tensor.__dlpack__, Tensor.__reduce_ex__, Tensor.share_memory_, Tensor.set_, Tensor.apply_, Tensor.map_,
+        Tensor.map2_,
     ]
 )  # fmt: skip
 
@@ -249,6 +251,8 @@ class _Memory:
     def __init__(self, flat: Tensor, owner: Tensor) -> None:
         self.flat = flat
         self.owner = owner  # keeps the memory alive, so that its address stays its own
+        storage = owner.untyped_storage()
+        self.start, self.end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
     def window(self, tensor: Tensor) -> Tensor:
         return self.flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -295,7 +299,7 @@ class Shadow(TorchDispatchMode):
         self.given: list[Shape] = []  # shapes of the inputs of the last of them
         self.looking = False
         self.inside = 0  # of how many leaves
-        self.sequence: list[str] = []  # all calls on values
+        self.sequence: list[tuple[str, int]] = []  # all calls on values, and how many numbers they return
         self.writes = False  # whether any of them writes to where a value is
         # Torch's own casts are seen where autocast is off again already.
         self.around = autocast_dtype(input_like(model))
@@ -342,8 +346,18 @@ class Shadow(TorchDispatchMode):
             return None
         before, self.looking = self.looking, True
         try:
-            memory = self._written.get(_address(value)) if _has_memory(value) else None
-            return None if memory is None else memory.window(value)
+            if not _has_memory(value):
+                return None
+            if (memory := self._written.get(_address(value))) is not None:
+                return memory.window(value)
+            if (place := value.untyped_storage().data_ptr()) and any(
+                known.start <= place < known.end for known in self._written.values()
+            ):
+                raise NoRuleError(
+                    f"it reads memory that values were written into under another name, past torch ({user_line()}), "
+                    "where they cannot be followed"
+                )
+            return None
         finally:
             self.looking = before
 
@@ -366,13 +380,14 @@ class Shadow(TorchDispatchMode):
         written = [] if _nothing_drawn(func, args) else _written_arguments(func, args, kwargs)
         if not any(self.payload(tensor) is not None for tensor in tensors):
             return self._constant(func, args, kwargs, written)
-        self.sequence.append(base)
         foreign = [type(t) for t in tensors if type(t) is not Traced and type(t).__torch_dispatch__ is not _DISABLED]
         if foreign:
             raise NoRuleError(
                 f"a weight is a {foreign[0].__name__}, which decides by itself what torch computes with it "
                 f"({user_line()}); make it a plain tensor first"
             )
+        if any(t.layout != torch.strided for t in tensors):
+            raise NoRuleError(f"it computes with a sparse tensor ({func}, {user_line()}); make it dense: to_dense()")
         if any(t.is_meta and type(t) is not Traced for t in tensors):
             raise NoRuleError(f"it computes with a tensor that holds no numbers ({func}, {user_line()})")
         if "attention" not in base:
@@ -385,12 +400,14 @@ class Shadow(TorchDispatchMode):
         in_place = bool(written) and base.endswith("_") and not base.startswith("__")
         op = base[:-1] if in_place else base
         if op in FACTS:
+            self.sequence.append((base, 0))
             return self._fact(func, args, kwargs)
         if written and (not in_place or len(written) > 1 or written[0] is not args[0]):
             raise NoRuleError(f"{func} writes into out=..., which has no rule ({user_line()}); leave out= away")
-        if not in_place:
-            return self._fresh(op, func, args, kwargs)
-        return self._write(op, func, args, kwargs)
+        made = self._write(op, func, args, kwargs) if in_place else self._fresh(op, func, args, kwargs)
+        counted = made[0] if isinstance(made, tuple) else made  # the others are positions and statistics
+        self.sequence.append((base, sum(leaf.numel() for leaf in leaves_of(counted) if isinstance(leaf, Tensor))))
+        return made
 
     def _constant(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
         """A call that has nothing to do with the input: carried out, unless it is not the same at every pass."""
@@ -554,6 +571,11 @@ class Shadow(TorchDispatchMode):
         """A call in place: its result, written to where the first argument has its numbers."""
         target = args[0]
         self.writes = self.writes or isinstance(target, Traced)
+        if _overlaps_itself(target):
+            raise NoRuleError(
+                f"it writes into a view that holds some numbers several times ({user_line()}), one after another; "
+                "write into a clone()"
+            )
         if not isinstance(target, Traced) and not self._is_new(target):
             raise NoRuleError(self._writes_into(target))
         for source in leaves_of(args[1:], kwargs):
@@ -618,6 +640,8 @@ class Shadow(TorchDispatchMode):
                 return value
 
         result = func(*mapped(meta, tuple(args)), **mapped(meta, kwargs))
+        if func._schema.name == "aten::convolution":
+            result = result.contiguous(memory_format=convolution_layout(args[0], args[1]))
         if not self.inside and any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in leaves_of(result)):
             raise NoRuleError(f"it makes complex numbers ({user_line()}); only real networks have rules")
         return result
@@ -649,6 +673,26 @@ def _same_place(tensor: Tensor, size: Any, stride: Any, offset: Any = None) -> b
     strides = zip(tensor.shape, tensor.stride(), stride, strict=False)
     same = list(size) == list(tensor.shape) and all(old == new for n, old, new in strides if n > 1)
     return same and offset in (None, tensor.storage_offset())
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two entries of a tensor are the same place in memory."""
+    axes = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    reach = 0
+    for stride, size in axes:
+        if stride <= reach:
+            places = torch.arange(1 + sum(step * (n - 1) for step, n in axes))
+            places = places.as_strided(tensor.shape, tensor.stride())
+            return len(places.unique()) < tensor.numel()
+        reach += stride * (size - 1)
+    return False
+
+
+def convolution_layout(x: Tensor, weight: Tensor) -> torch.memory_format:
+    """How torch lays out the result of a convolution, which its meta device does not say: by input and weight."""
+    if x.ndim == 4 and torch.channels_last in (suggest_memory_format(x), suggest_memory_format(weight)):
+        return torch.channels_last
+    return torch.contiguous_format
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -772,6 +816,40 @@ def run(shadow: Shadow, args: Any, kwargs: Any) -> Any:
             ) from error
 
 
+class CopiesAndWrites(TorchDispatchMode):
+    """Notes which calls copy values or write to where they are, in a run of the model itself.
+
+    Attributes:
+        names: of these calls; ``of`` has them of a trace.
+
+    Args:
+        inputs: what the model is called with.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self._values = {_address(tensor): tensor for tensor in inputs}  # kept alive, so that addresses are their own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = (t for t in leaves_of(args, kwargs) if isinstance(t, Tensor) and _has_memory(t))
+        if any(_address(tensor) in self._values for tensor in given):
+            made = [t for t in leaves_of(result) if isinstance(t, Tensor)]
+            for tensor in (*made, *_written_arguments(func, args, kwargs)):
+                if _has_memory(tensor):
+                    self._values[_address(tensor)] = tensor
+            self.names += self.of([(_about(func)[0], 0)])
+        return result
+
+    @staticmethod
+    def of(sequence: Sequence[tuple[str, int]]) -> list[str]:
+        """Names of the copies and writes among calls."""
+        names = (name for name, _ in sequence)
+        return [name for name in names if name == "clone" or (name.endswith("_") and not name.startswith("_"))]
+
+
 class TakesTokens(Exception):  # noqa: N818
     """The model looks its input up in a table, or casts it to integers: it takes tokens."""
 
@@ -786,8 +864,9 @@ class Graph:
         result: what the model returned, with a ``Value`` for each tensor that depends on the input.
         tokens: whether the input is integers, which count as one-hot vectors.
         modules: first input and output of modules that take and return a tensor, by the number of the call.
-        sequence: names of all calls on values, those that move numbers too, if any of them writes to where a value is:
-            what such a write reaches depends on whether the calls before it copied, or not.
+        sequence: names of all calls on values, those that move numbers too, and how many numbers each returned.
+        writes: whether any of them writes to where a value is: what such a write reaches depends on whether the calls
+            before it copied, or not.
     """
 
     nodes: list[Node]
@@ -795,12 +874,19 @@ class Graph:
     result: Any = None
     tokens: bool = False
     modules: dict[int, tuple[Value, Value]] = field(default_factory=dict)
-    sequence: list[str] = field(default_factory=list)
+    sequence: list[tuple[str, int]] = field(default_factory=list)
+    writes: bool = False
 
     @property
     def outputs(self) -> list[Tensor]:
         """Labels of all that the model returned and depends on the input."""
         return [leaf.labels for leaf in tree_leaves(self.result) if isinstance(leaf, Value)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Everything that the model returned, constants too; of what depends on the input its labels."""
+        values = (leaf.labels if isinstance(leaf, Value) else leaf for leaf in tree_leaves(self.result))
+        return [value for value in values if isinstance(value, Tensor)]
 
 
 class Calls:
@@ -871,7 +957,7 @@ class Tracer(Shadow):
 
         result = run(self, args, kwargs)
         values = tree_map(self._value, plain_structure(result))
-        return Graph(self.nodes, inputs, values, tokens, self.modules, self.sequence if self.writes else [])
+        return Graph(self.nodes, inputs, values, tokens, self.modules, self.sequence, self.writes)
 
     def _value(self, leaf: Any) -> Any:
         """A tensor as it is now; everything else as it is."""
