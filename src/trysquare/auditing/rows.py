@@ -19,7 +19,8 @@ from trysquare.layers.heads import UnitNormLinear
 from trysquare.layers.pooling import EuclideanNorm
 from trysquare.lipschitz import Analysis, input_like, lipschitz_lower_bound
 from trysquare.lipschitz.rules import RULES, batch_norm_scales
-from trysquare.lipschitz.trace import Frame, Node, class_name
+from trysquare.lipschitz.shadow import Frame, class_name
+from trysquare.lipschitz.trace import Node
 from trysquare.operators import Axis, LinearOperator, read_layer, reads
 from trysquare.spectrum import lanczos_extremes, norm_range, singular_values, spectrum_flops
 

@@ -18,22 +18,18 @@ from trysquare.lipschitz.blocks import constant_factor
 from trysquare.lipschitz.exact import ExactEvaluation
 from trysquare.lipschitz.leaves import is_leaf, rule
 from trysquare.lipschitz.lower import lipschitz_lower_bound
-from trysquare.lipschitz.trace import (
+from trysquare.lipschitz.shadow import (
     BATCH,
-    Calls,
     CopiesAndWrites,
-    Graph,
-    Node,
     NoRuleError,
     Shape,
     TakesTokens,
-    Tracer,
-    Value,
     class_name,
     input_like,
     refuse_unreadable,
     unchanged,
 )
+from trysquare.lipschitz.trace import Calls, Graph, Node, Tracer, Value
 from trysquare.lipschitz.walk import Walk
 
 __all__ = [

@@ -18,6 +18,7 @@ from torch import Tensor
 from trysquare.geometry import Sizes
 from trysquare.lipschitz.rules import RULES, Rule, Weights, period, scaled, signed_readings, without_border
 from trysquare.lipschitz.theorems import (
+    ROUND_UP,
     LatticeMap,
     circle_around,
     looks_like_sandwich,
@@ -27,12 +28,6 @@ from trysquare.lipschitz.theorems import (
 from trysquare.lipschitz.trace import Calls, Node, Value
 from trysquare.operators import checked_weight
 
-# Largest slopes of functions of one number that never decrease.
-_SLOPES = {
-    **dict.fromkeys("relu tanh hardtanh relu6 atan asinh softshrink log_sigmoid_forward".split(), 1.0),
-    **dict.fromkeys("clamp clamp_min clamp_max softplus".split(), 1.0),
-    "sigmoid": 0.25, "hardsigmoid": 0.16666668, "erf": 1.12838,
-}  # fmt: skip
 _LINEAR = ("convolution", "mm", "addmm")
 # By how much a block must be better than its parts one by one.
 _GAIN = 0.999
@@ -194,6 +189,11 @@ def _scale_inputs(given: LatticeMap, scales: Tensor) -> LatticeMap:
 def _circle(parts: Sequence[_Placed], stride: Sizes, hidden_is_coarse: bool = False) -> Sizes | None:
     """The circle that all maps are on, or one that has the lattice around them as a part.
 
+    Maps with zeros outside are parts of maps on the lattice. Those are taken on a circle that is larger than the widest
+    of their values by all extents together. An output then reads a window that is shorter than what was added, so that
+    no window holds positions of the values and, across the end of the circle, positions of their other end: what it
+    reads outside of the values is zero, as on the lattice.
+
     Args:
         parts: the maps.
         stride: steps of the fine side of the block to one of its coarse side.
@@ -330,18 +330,14 @@ def constant_factor(node: Node) -> Tensor | None:
 
 def _slope(node: Node) -> float | None:
     """The largest slope of an activation that never decreases; ``None`` for everything else."""
-    try:
-        RULES[node.op].weights(node, [torch.ones(shape, dtype=torch.float64) for _, shape in node.outputs[:1]])
-    except (KeyError, ValueError):
+    rule = RULES.get(node.op)
+    if rule is None or rule.monotone is None or not rule.monotone(node):
         return None
-    if node.op in _SLOPES:
-        return _SLOPES[node.op]
-    if node.op == "leaky_relu" and node.args.get("negative_slope", 0.01) >= 0:
-        return max(1.0, node.args.get("negative_slope", 0.01)) * (1 + 2.0**-20)
-    if node.op == "elu" and min(node.args.get(name, 1) for name in ("alpha", "scale", "input_scale")) > 0:
-        alpha, scale, inner = (float(node.args.get(name, 1)) for name in ("alpha", "scale", "input_scale"))
-        return max(scale, scale * alpha * inner) * (1 + 2.0**-20 if (alpha, scale, inner) != (1, 1, 1) else 1)
-    return 1.0 if node.op == "celu" and node.args.get("alpha", 1) > 0 else None
+    try:
+        found = rule.weights(node, [torch.ones(shape, dtype=torch.float64) for _, shape in node.outputs[:1]])
+    except ValueError:
+        return None
+    return math.sqrt(max((float(weights.max()) for _, weights in found if weights.numel()), default=0.0)) * ROUND_UP
 
 
 def _by_channel(factors: Tensor, labels: Tensor, node: Node) -> Tensor | None:

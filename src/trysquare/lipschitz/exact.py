@@ -16,14 +16,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trysquare.lipschitz.leaves import is_leaf
 from trysquare.lipschitz.rules import RULES
-from trysquare.lipschitz.trace import (
+from trysquare.lipschitz.shadow import (
     BATCH,
-    Graph,
-    Node,
     NoRuleError,
     Shadow,
     Traced,
-    Value,
     class_name,
     convolution_layout,
     input_like,
@@ -32,6 +29,7 @@ from trysquare.lipschitz.trace import (
     plain_structure,
     run,
 )
+from trysquare.lipschitz.trace import Graph, Node, Value
 
 # Calls that return as many tensors as sizes say.
 _VARIABLE = frozenset(f"aten::{name}" for name in ("split", "split_with_sizes", "unbind", "unsafe_split"))

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.lipschitz.rules import Weights, _shares, scaled
-from trysquare.lipschitz.trace import Node, NoRuleError, Value, calls_are_torchs_own, class_name
+from trysquare.lipschitz.shadow import NoRuleError, calls_are_torchs_own, class_name
+from trysquare.lipschitz.trace import Node, Value
 from trysquare.operators import as_defined, has_hooks, remember
 
 LeafRule = Callable[..., float | Sequence[float]]

@@ -30,6 +30,7 @@ from trysquare.linalg.precision import at_least_float32, full_precision
 from trysquare.linalg.rescaling import positive
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.lipschitz.leaves import input_dtype, leaf, rule
+from trysquare.lipschitz.shadow import NoRuleError, Shape, input_like
 from trysquare.lipschitz.theorems import (
     ROUND_UP,
     SMALL,
@@ -39,7 +40,6 @@ from trysquare.lipschitz.theorems import (
     sandwich_bound,
     tap_norms,
 )
-from trysquare.lipschitz.trace import NoRuleError, Shape, input_like
 from trysquare.operators import as_defined, checked_weight, has_hooks, read_layer, remember, used_weight
 from trysquare.spectrum import norm_range
 

@@ -27,7 +27,8 @@ from torch import Tensor
 from trysquare.linalg.bounds import SingularValueRange, normalized, rescaled_up, singular_value_range
 from trysquare.linalg.precision import at_least_float32
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF
-from trysquare.lipschitz.trace import Node, NoRuleError, Value, class_name
+from trysquare.lipschitz.shadow import NoRuleError, class_name
+from trysquare.lipschitz.trace import Node, Value
 from trysquare.operators import Axis, LinearOperator, checked_weight
 from trysquare.spectrum import norm_range
 
@@ -49,6 +50,7 @@ class Rule:
         remark: why the constant may be above 1 and what to do; may hold ``{bound}``.
         attained: whether some input is amplified by as much as the rule says.
         isometric: whether it keeps lengths.
+        monotone: of a function of each number, whether it never decreases: its slopes are between 0 and its constant.
         rounding: from the arguments and results in float64 to a bound on the norm of their rounding errors; none if
             results are exact.
         jumps: the same for what does not grow with the unit roundoff of the dtype, such as jumps of the function.
@@ -58,6 +60,7 @@ class Rule:
     remark: str = ""
     attained: bool = False
     isometric: bool = False
+    monotone: Callable[[Node], bool] | None = None
     terms: Callable[[Node], list[tuple[Value, float]]] | None = None
     rounding: Callable[[dict[str, Any], list[Tensor]], float] | None = None
     jumps: Callable[[dict[str, Any], list[Tensor]], float] | None = None
@@ -173,12 +176,17 @@ def _slope(names: str, slope: float, remark: str = "", **about: Any) -> None:
     RULES.update(dict.fromkeys(names.split(), Rule(weights, remark, attained=True, **about)))
 
 
-_slope("relu hardtanh relu6", 1.0)
+def _rises(node: Node) -> bool:
+    return True
+
+
+_slope("relu hardtanh relu6", 1.0, monotone=_rises)
 _slope("abs", 1.0, isometric=True)
-_slope("tanh sin cos atan asinh log_sigmoid_forward softshrink", 1.0, rounding=_function_rounding)
-_slope("sigmoid", 0.25, rounding=_function_rounding)
-_slope("hardsigmoid", 0.16666668, rounding=_function_rounding)  # torch has 1/6 in float32
-_slope("erf", 1.12838, _STEEP, rounding=_function_rounding)
+_slope("tanh atan asinh log_sigmoid_forward softshrink", 1.0, monotone=_rises, rounding=_function_rounding)
+_slope("sin cos", 1.0, rounding=_function_rounding)
+_slope("sigmoid", 0.25, monotone=_rises, rounding=_function_rounding)
+_slope("hardsigmoid", 0.16666668, monotone=_rises, rounding=_function_rounding)  # torch has 1/6 in float32
+_slope("erf", 1.12838, _STEEP, monotone=_rises, rounding=_function_rounding)
 # Both forms of GELU.
 _slope("gelu", 1.1291, _STEEP, rounding=_function_rounding)
 _slope("silu", 1.0999, _STEEP, rounding=_function_rounding)
@@ -186,14 +194,17 @@ _slope("mish", 1.0885, _STEEP, rounding=_function_rounding)
 _slope("hardswish", 1.5, _STEEP, rounding=_function_rounding)
 
 
-@_on("clamp clamp_min clamp_max", attained=True)
+@_on("clamp clamp_min clamp_max", attained=True, monotone=_rises)
 def clamp(node: Node, given: list[Tensor]) -> Weights:
     """Slopes 0 and 1 between constants, to which the input is broadcast."""
     _constant_only(node, "min", "max")
     return [_spread(node.args["self"], given[0])]
 
 
-@_on("leaky_relu rrelu_with_noise", remark=_STEEP, attained=True, rounding=_function_rounding)
+@_on(
+    "leaky_relu rrelu_with_noise", remark=_STEEP, attained=True, rounding=_function_rounding,
+    monotone=lambda node: node.op == "leaky_relu" and node.args.get("negative_slope", 0.01) >= 0,
+)  # fmt: skip
 def leaky(node: Node, given: list[Tensor]) -> Weights:
     """The larger slope; in eval mode a randomized one is the mean of two."""
     if node.op == "rrelu_with_noise" and node.args.get("training"):
@@ -211,7 +222,10 @@ def prelu(node: Node, given: list[Tensor]) -> Weights:
     return [_spread(node.args["self"], scaled(given[0], largest(node.args["weight"], node.dtype).clamp_min(1.0)))]
 
 
-@_on("elu celu", remark=_STEEP, attained=True, rounding=_function_rounding)
+@_on(
+    "elu celu", remark=_STEEP, attained=True, rounding=_function_rounding,
+    monotone=lambda node: min(node.args.get(name, 1) for name in ("alpha", "scale", "input_scale")) > 0,
+)  # fmt: skip
 def elu(node: Node, given: list[Tensor]) -> Weights:
     """``scale`` on the right of zero, ``scale alpha exp(input_scale x)`` times ``input_scale`` on the left."""
     alpha, scale, inner = (node.args.get(name, 1.0) for name in ("alpha", "scale", "input_scale"))
@@ -233,7 +247,7 @@ def _softplus_jumps(args: dict[str, Any], out: list[Tensor]) -> float:
     return 4 * jump * math.sqrt(out[0].numel())
 
 
-@_on("softplus", rounding=_function_rounding, jumps=_softplus_jumps)
+@_on("softplus", rounding=_function_rounding, jumps=_softplus_jumps, monotone=_rises)
 def softplus(node: Node, given: list[Tensor]) -> Weights:
     """Slopes between 0 and 1, and a jump of ``log(1 + exp(-threshold)) / beta`` at the threshold."""
     beta, threshold = node.args.get("beta", 1), node.args.get("threshold", _SMOOTH_THRESHOLD)
@@ -564,58 +578,51 @@ def _product_weights(node: Node, a: Any, b: Any, weights: Tensor) -> Weights:
     return [(labels, flat[..., None].expand(labels.shape))]
 
 
+# Of each kind of product: its two factors, and what is added to them.
+_FACTORS = {
+    "mm": ("self", "mat2", None), "bmm": ("self", "mat2", None), "addmm": ("mat1", "mat2", "self"),
+    "baddbmm": ("batch1", "batch2", "self"), "mv": ("self", "vec", None), "addmv": ("mat", "vec", "self"),
+    "dot": ("self", "tensor", None),
+}  # fmt: skip
+
+
 def _product_rounding_of(args: dict[str, Any], out: list[Tensor]) -> float:
     """``γ_k |A| |B|``, and the bias."""
-    names = ("mat1", "mat2") if "mat1" in args else ("batch1", "batch2") if "batch1" in args else ("self", "mat2")
-    a, b = (args[name] for name in names)
+    # The names of the factors tell what kind of product it is.
+    first, second, added = next(names for names in reversed(_FACTORS.values()) if {*names} - {None} <= args.keys())
+    a, b = args[first], args[second]
     size = size_of(a) * size_of(b) * abs(args.get("alpha", 1))
-    bias = size_of(args["self"]) * abs(args.get("beta", 1)) * math.sqrt(out[0].numel() / max(1, args["self"].numel()))
-    bias = bias if names[0] != "self" else 0.0
-    return 2 * UNIT_ROUNDOFF * ((a.shape[-1] + 4) * size + bias + size_of(out[0]))
+    bias = 0.0
+    if added is not None:
+        bias = size_of(args[added]) * math.sqrt(out[0].numel() / max(1, args[added].numel()))
+        bias *= abs(args.get("beta", 1))
+    return 4 * UNIT_ROUNDOFF * ((a.shape[-1] + 4) * size + bias + size_of(out[0]))
 
 
-@_on("mm bmm", remark=_MATRIX, attained=True, rounding=_product_rounding_of)
+@_on(" ".join(_FACTORS), remark=_MATRIX, attained=True, rounding=_product_rounding_of)
 def product(node: Node, given: list[Tensor]) -> Weights:
-    """A product with a constant matrix."""
-    return _product_weights(node, node.args["self"], node.args["mat2"], given[0])
-
-
-@_on("addmm baddbmm", remark=_MATRIX, attained=True, rounding=_product_rounding_of)
-def affine(node: Node, given: list[Tensor]) -> Weights:
-    """A product with a constant matrix, and a bias."""
-    names = ("mat1", "mat2") if node.op == "addmm" else ("batch1", "batch2")
+    """A product with a constant matrix or vector, and what is added to it."""
+    first, second, added = _FACTORS[node.op]
     alpha, beta = (largest(node.args.get(name, 1), node.dtype) for name in ("alpha", "beta"))
-    a, b = (node.args[name] for name in names)
-    bias = node.args["self"]
-    moves = isinstance(a, Value) or isinstance(b, Value)
-    if isinstance(bias, Value) and moves:
-        # Any pair of shares that add up will do; half and half.
-        twice = scaled(given[0], math.sqrt(2))
-        return [*_product_weights(node, a, b, scaled(twice, alpha)), _spread(bias, scaled(twice, beta))]
+    a, b, bias = node.args[first], node.args[second], None if added is None else node.args[added]
+    weights, sums = given[0], list[tuple[Tensor, Tensor]]()
     if isinstance(bias, Value):
-        return [_spread(bias, scaled(given[0], beta))]
-    return _product_weights(node, a, b, scaled(given[0], alpha))
+        moves = isinstance(a, Value) or isinstance(b, Value)
+        # Any pair of shares that add up will do; half and half.
+        weights = scaled(weights, math.sqrt(2)) if moves else weights
+        sums = [_spread(bias, scaled(weights, beta))]
+        if not moves:
+            return sums
+    weights = scaled(weights, alpha)
+    if node.op in ("mv", "addmv", "dot"):  # a vector is a matrix of one column, or one row
+        weights = weights.reshape(-1, 1)
+        a = _unsqueezed(a, 0) if node.op == "dot" else a
+        b = _unsqueezed(b, 1)
+    return [*_product_weights(node, a, b, weights), *sums]
 
 
-@_on("mv addmv dot", remark=_MATRIX, attained=True, rounding=lambda args, out: _vector_rounding(args, out))
-def vector_product(node: Node, given: list[Tensor]) -> Weights:
-    """A product with a vector, as one with a matrix of one column."""
-    if node.op == "addmv" and isinstance(node.args["self"], Value):
-        raise NoRuleError("addmv whose first argument depends on the input has no rule; write a sum")
-    names = {"mv": ("self", "vec"), "addmv": ("mat", "vec"), "dot": ("self", "tensor")}[node.op]
-    a, b = (node.args[name] for name in names)
-    weights = scaled(given[0].reshape(-1, 1), largest(node.args.get("alpha", 1), node.dtype))
-    if node.op == "dot":
-        a = Value(a.labels[None]) if isinstance(a, Value) else a[None]
-    b = Value(b.labels[:, None]) if isinstance(b, Value) else b[:, None]
-    return _product_weights(node, a, b, weights)
-
-
-def _vector_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
-    sizes = sorted((size_of(t) for t in args.values() if isinstance(t, Tensor)), reverse=True)
-    length = max(t.shape[-1] for t in args.values() if isinstance(t, Tensor) and t.ndim)
-    factors = 1 + abs(args.get("alpha", 1)) + abs(args.get("beta", 1))
-    return 4 * (length + 4) * UNIT_ROUNDOFF * factors * (math.prod(sizes[:2]) + sum(sizes))
+def _unsqueezed(factor: Any, axis: int) -> Any:
+    return Value(factor.labels.unsqueeze(axis)) if isinstance(factor, Value) else factor.unsqueeze(axis)
 
 
 @_on("embedding", attained=True, remark="its table has norm {bound} with respect to one-hot vectors: divide by it")
@@ -676,7 +683,10 @@ def _numbers(node: Node, dims: int) -> list[tuple[int, ...]]:
 def _plain_norm(node: Node, kernel: Tensor) -> tuple[Tensor, float | SingularValueRange]:
     """Labels that a convolution reads, and its certified norm as a function of them.
 
-    Zeros around the input and a circular extension of it, made by steps of their own, are part of the convolution.
+    Zeros around the input and a circular extension of it, made by steps of their own, are part of the convolution: as a
+    function of the input without them it has zero padding, or circular padding, of another size. Both are read off the
+    labels. Constants at the ends of an axis change nothing, so that they are as good as zeros; and an axis whose labels
+    repeat after ``n`` positions is a circle of ``n`` that was extended.
     """
     labels, dims, groups = node.args["input"].labels, kernel.ndim - 2, node.args["groups"]
     stride, padding, dilation, _ = _numbers(node, dims)
@@ -703,8 +713,11 @@ def _plain_norm(node: Node, kernel: Tensor) -> tuple[Tensor, float | SingularVal
 def _transposed_norm(node: Node, kernel: Tensor, ends: list[tuple[int, int]]) -> tuple[Tensor, float]:
     """The same for a transposed convolution: the adjoint of the one from its output to its input.
 
-    Of a circular extension whose ends are cut off again, each output is one of the circular convolution if all that it
-    reads is inside of the extension.
+    ``cut`` positions are left out at each end of its full output, by ``padding`` and because nobody uses them. The full
+    output at ``t`` adds up what the inputs ``i`` with ``s i <= t < s i + e`` send there. If ``e - s`` positions or more
+    are cut at both ends, every input that would reach what is left is there. So if the input is a circle of ``n`` that
+    was extended, what is left is the transposed convolution on that circle, ``n s`` positions around, repeated as often
+    as it is longer; the norm grows by the root of that number at most.
     """
     labels, dims, groups = node.args["input"].labels, kernel.ndim - 2, node.args["groups"]
     stride, padding, dilation, extra = _numbers(node, dims)

@@ -13,7 +13,6 @@ outside of the hidden map. Kernels may have been rounded in any way, since nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +23,7 @@ from trysquare.geometry import Sizes
 from trysquare.linalg.bounds import domain_range, normalized, rescaled_up
 from trysquare.linalg.kernels import adjoint, compose
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF, Polyphase, polyphase
+from trysquare.lipschitz.scalings import best_psi, is_promising
 
 # Covers the roundings of a formula of a handful of steps.
 ROUND_UP = 1 + 2.0**-48
@@ -149,6 +149,20 @@ def residual_bound(shortcut: LatticeMap, first: LatticeMap, second: LatticeMap, 
     return (shortcut.norm(circle) * step + (left + rounding) * first.norm(fine)) * ROUND_UP
 
 
+def hidden_grams(first: LatticeMap, second: LatticeMap) -> list[tuple[Tensor, Tensor]]:
+    """Gram matrices of the hidden channels of ``Sᵀ`` and ``T``, over all taps, for each group."""
+    rows = [m.kernel.unflatten(0, (m.groups, -1)).flatten(2) for m in (second, first)]
+    return [(a @ a.mT, b @ b.mT) for a, b in zip(*rows, strict=True)]
+
+
+def looks_like_sandwich(first: LatticeMap, second: LatticeMap) -> bool:
+    """Whether it is worth the time to look for a bound below ``|S| |T|``, for maps as of ``sandwich_bound``."""
+    if first.groups != second.groups or len(first.kernel) != len(second.kernel):
+        return False
+    matrices = first.kernel[0, 0].numel() == second.kernel[0, 0].numel() == 1
+    return is_promising(hidden_grams(first, second), certain=matrices)  # of matrices the Gram matrices say all
+
+
 def sandwich_bound(first: LatticeMap, second: LatticeMap, circle: Sizes, psi: Tensor | None = None) -> float:
     """Bound on ``S D T`` for all ``D``: ``|[Sᵀ Ψ⁻¹, Ψ T]|² / 2`` for any positive diagonal ``Ψ``.
 
@@ -164,8 +178,7 @@ def sandwich_bound(first: LatticeMap, second: LatticeMap, circle: Sizes, psi: Te
     if first.groups != second.groups:
         return math.inf
     if psi is None:
-        rows = [m.kernel.unflatten(0, (m.groups, -1)).flatten(2) for m in (second, first)]
-        psi = torch.cat([_best_psi(a @ a.mT, b @ b.mT) for a, b in zip(*rows, strict=True)])
+        psi = torch.cat([best_psi(*grams) for grams in hidden_grams(first, second)])
     if not bool((psi.isfinite() & (psi > 0)).all()):
         return math.inf
     a, b = second.with_hidden(1 / psi), first.with_hidden(psi)
@@ -175,93 +188,6 @@ def sandwich_bound(first: LatticeMap, second: LatticeMap, circle: Sizes, psi: Te
     both = Polyphase(torch.cat((left.positions, right.positions)), coefficients)
     norm = _norm(both, circle) + 2 * UNIT_ROUNDOFF * (tap_norms(a.kernel) + tap_norms(b.kernel))
     return norm**2 / 2 * ROUND_UP
-
-
-def looks_like_sandwich(first: LatticeMap, second: LatticeMap) -> bool:
-    """Whether it is worth the time to look for a bound below ``|S| |T|``, for maps as of ``sandwich_bound``."""
-    if first.groups != second.groups or len(first.kernel) != len(second.kernel):
-        return False
-    rows = [m.kernel.unflatten(0, (m.groups, -1)).flatten(2) for m in (second, first)]
-    if rows[0].shape[1] > _MOST_PAIRED:
-        return False
-    if first.kernel[0, 0].numel() == second.kernel[0, 0].numel() == 1:
-        return True  # of matrices the Gram matrices say all
-    grams = [(a @ a.mT, b @ b.mT) for a, b in zip(*rows, strict=True)]
-    product = max(math.sqrt(_top(g) * _top(h)) for g, h in grams)
-    return max(_top(_scaled_gram(_paired(g, h), g, h)) for g, h in grams) / 2 < _PROMISING * product
-
-
-def _best_psi(second: Tensor, first: Tensor) -> Tensor:
-    """``Ψ`` that makes ``Ψ⁻¹ G Ψ⁻¹ + Ψ H Ψ`` small: a guess, which the bound is then made with.
-
-    Args:
-        second: ``G``, the Gram matrix ``(h, h)`` of ``Sᵀ``.
-        first: ``H``, that of ``T``.
-    """
-    best = _paired(second, first)
-    promising = _top(_scaled_gram(best, second, first)) / 2 < _PROMISING * math.sqrt(_top(second) * _top(first))
-    if promising and len(best) <= _MOST_HIDDEN:
-        for squarings in _SQUARINGS:
-            lower = _downhill(lambda logarithms: _scaled_gram(logarithms, second, first), best, squarings)
-            best = min((best, lower), key=lambda each: _top(_scaled_gram(each, second, first)))
-    return best.div(2).exp()
-
-
-def _paired(second: Tensor, first: Tensor) -> Tensor:
-    """Logarithms of ``ψ²`` that make ``Ψ⁻¹ G Ψ⁻¹ + Ψ H Ψ`` diagonal, if any do, and both of its terms alike, if not.
-
-    Where ``[Sᵀ Ψ⁻¹, Ψ T]`` has orthogonal rows, as in sandwich layers, ``ψ_i² ψ_j² = -G_ij / H_ij``: linear equations
-    for logarithms, each with the weight that its entries have.
-    """
-    tiny = torch.finfo(torch.float64).tiny
-    even = (second.diagonal().clamp_min(tiny) / first.diagonal().clamp_min(tiny)).log() / 2
-    weights = torch.where(second * first < 0, -second * first, 0.0).fill_diagonal_(0.0)
-    wanted = torch.where(weights > 0, (-second / first).abs().clamp_min(tiny).log(), 0.0).nan_to_num()
-    missing = (weights * (wanted - even[:, None] - even)).sum(1)
-    matrix = torch.diag(weights.sum(1)) + weights
-    if not bool(matrix.isfinite().all() and missing.isfinite().all()):
-        return even
-    solution = torch.linalg.lstsq(matrix, missing[:, None], driver="gelsd").solution[:, 0]
-    return min((even, even + solution), key=lambda each: _top(_scaled_gram(each, second, first)))
-
-
-def _scaled_gram(logarithms: Tensor, second: Tensor, first: Tensor) -> Tensor:
-    psi = logarithms.div(2).exp()
-    return second / psi / psi[:, None] + first * psi * psi[:, None]
-
-
-def _top(gram: Tensor) -> float:
-    """Largest eigenvalue."""
-    return float(torch.linalg.eigvalsh(gram)[-1]) if bool(gram.isfinite().all()) else math.inf
-
-
-# Hidden channels of a group up to which pairs of them are looked at, and up to which a scaling is improved by descent:
-# how often the Gram matrix is squared then. The share of |S| |T| from which on a sandwich is promising.
-_MOST_PAIRED = 512
-_MOST_HIDDEN = 64
-_SQUARINGS = (3, 6, 9, 12)
-_PROMISING = 0.7
-
-
-def _downhill(gram: Callable[[Tensor], Tensor], start: Tensor, squarings: int) -> Tensor:
-    """Where ``tr(M^p)^(1/p)`` of a matrix that depends on ``start`` is small, ``p = 2^squarings``."""
-    with torch.enable_grad():
-        point = start.clone().requires_grad_()
-        optimizer = torch.optim.LBFGS([point], max_iter=60, line_search_fn="strong_wolfe")
-
-        def objective() -> Tensor:
-            optimizer.zero_grad()
-            power, logarithm = gram(point), torch.zeros((), dtype=torch.float64)
-            for _ in range(squarings):
-                size = power.diagonal().sum()
-                power, logarithm = (power / size) @ (power / size), 2 * (logarithm + size.log())
-            value = (logarithm + power.diagonal().sum().log()) / 2**squarings
-            value.backward()  # type: ignore[no-untyped-call]
-            return value
-
-        optimizer.step(objective)  # type: ignore[arg-type]
-    found = point.detach()
-    return found if bool(found.isfinite().all()) else start
 
 
 def _same_lattice(*maps: LatticeMap) -> bool:

@@ -14,7 +14,8 @@ from trysquare.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.lipschitz.leaves import leaf_terms, leaf_weights
 from trysquare.lipschitz.patterns import recognised
 from trysquare.lipschitz.rules import RULES, Rule, Weights, no_rule, way_out
-from trysquare.lipschitz.trace import Graph, Node, NoRuleError
+from trysquare.lipschitz.shadow import NoRuleError
+from trysquare.lipschitz.trace import Graph, Node
 from trysquare.progress import track
 
 _LEAF = Rule(leaf_weights, terms=leaf_terms)
@@ -75,7 +76,11 @@ class Walk:
         return self._back_to_one([(part, torch.ones_like(part)) for part in labels])
 
     def _back_to_one(self, weights: Weights) -> float:
-        """Go back until all that is left depends on the results of one call, whose bound is known."""
+        """Go back until all that is left depends on the results of one call, whose bound is known.
+
+        This is a short cut: positions among the results of that call are not looked at. ``back`` goes all the way, and
+        refuses them.
+        """
         waiting: dict[int, list[Tensor]] = {}
         self._push(waiting, weights)
         while waiting:
@@ -192,9 +197,15 @@ def _rule(node: Node) -> Rule:
 
 
 def _inner_gains(node: Node, weights: Tensor) -> dict[int, float]:
-    """Gains of what a leaf computes inside, given the weights on its result; none where that has no rules."""
+    """Gains of what a leaf or block computes inside, given the weights on its result.
+
+    None where a leaf calls what has no rules: its rounding is bounded as a whole then (``exact``). A block is made of
+    calls that have.
+    """
     inside = Walk(Graph(node.inner, []), blocks=False)
     try:
         return inside.back(node.inner_labels, [weights])[1]
     except ValueError:
+        if node.op != "leaf":
+            raise
         return {}
