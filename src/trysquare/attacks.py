@@ -22,12 +22,17 @@ from trysquare.certification import (
     _checked_logits,
     _fraction,
     batches_of,
+    checked_number,
     evaluating,
+    pairs,
     prepared,
+    require_dense,
+    require_plain_module,
 )
 from trysquare.export import with_fixed_weights
 from trysquare.files import or_infinite, without_infinities
 from trysquare.lipschitz import input_like
+from trysquare.naming import shown
 from trysquare.progress import track
 
 Box = tuple[float, float] | None
@@ -92,8 +97,10 @@ def pgd_l2(
     >>> bool((moved - images).flatten(1).norm(dim=1).max() <= 0.5)
     True
     """
-    if steps < 1 or restarts < 1:
-        raise ValueError(f"steps={steps} and restarts={restarts} must be at least 1")
+    _check_attacked(model, images, box)
+    for name, number in (("steps", steps), ("restarts", restarts)):
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name}={shown(number)} must be an integer, at least 1")
     region = _Region(images.detach().to(input_like(model).device), radius, box)
     with evaluating(model):
         target = _Target(model, region, labels)
@@ -107,6 +114,23 @@ def pgd_l2(
                 best_margin = torch.where(better, margin, best_margin)
                 best = torch.where(_as_columns(better, best), move, best)
     return region.moved(best).to(images.device)
+
+
+def _check_attacked(model: Any, images: Any, box: Any) -> None:
+    """Refuse what an attack cannot be made on."""
+    require_plain_module(model)
+    if not isinstance(images, Tensor):
+        raise TypeError(f"images must be a tensor (batch, ...), not {type(images).__name__}")
+    require_dense("images", images)
+    if box is None:
+        return
+    if not isinstance(box, tuple | list) or len(box) != 2 or not all(map(_is_number, box)):
+        raise ValueError(f"box={shown(box)} must be a smallest and a largest value of a pixel, or None")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a float or infinite; an integer may be beyond all of them."""
+    return isinstance(value, int | float) and (value in (-math.inf, math.inf) or abs(value) <= sys.float_info.max)
 
 
 class _Region:
@@ -180,7 +204,10 @@ def _checked_radii(radius: float | Tensor, images: Tensor, box: Box) -> Tensor:
         raise ValueError(
             f"images of shape {tuple(images.shape)} and {images.dtype} must be floating point, finite and (batch, ...)"
         )
-    radii = torch.as_tensor(radius, dtype=torch.float64, device=images.device)
+    if isinstance(radius, Tensor):
+        require_dense("radius", radius)
+    given = radius if isinstance(radius, Tensor) else checked_number("radius", radius)
+    radii = torch.as_tensor(given, dtype=torch.float64, device=images.device)
     if radii.ndim > 1 or (radii.ndim == 1 and len(radii) != len(images)) or not bool((radii >= 0).all()):
         raise ValueError(f"radius={radius!r} must be at least 0: a number, or one for each of {len(images)} images")
     if box is None:
@@ -293,9 +320,10 @@ def autoattack_l2(
         ImportError: if the package is not installed.
         ValueError: if an image is outside of the box or not finite, or a number is out of range.
     """
-    if box is None or tuple(box) != (0.0, 1.0):
-        raise ValueError(f"box={box} must be (0, 1): AutoAttack knows no other")
-    if not radius > 0:
+    if not isinstance(box, tuple | list) or tuple(box) != (0.0, 1.0):
+        raise ValueError(f"box={shown(box)} must be (0, 1): AutoAttack knows no other")
+    _check_attacked(model, images, box)
+    if not checked_number("radius", radius) > 0:
         raise ValueError(f"radius={radius!r} must be positive")
     region = _Region(images.detach().to(input_like(model).device), radius, box)
     with evaluating(model), _left_alone(region.images):
@@ -466,10 +494,15 @@ def attack_report(
     >>> report = ts.attacks.attack_report(model, data, certify(model, data), [0.01, 0.1])
     >>> report.check()
     """
+    require_plain_module(model)
+    if not isinstance(certificate, Certificate):
+        raise TypeError(f"certificate must be what certify returned, not {type(certificate).__name__}")
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size={shown(batch_size)} must be an integer, at least 1")
     radii = tuple(sorted(_checked_epsilons(certificate.epsilons if epsilons is None else epsilons)))
     batches, total = batches_of(data, batch_size)
     results, start = [], 0
-    for images, labels in track(batches, "attacking", total):
+    for images, labels in track(pairs(batches), "attacking", total):
         # The certificate is about images in the dtype of the model.
         images = prepared(model, images, certificate.input_shape)
         part = slice(start, start + len(labels))

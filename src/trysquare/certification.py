@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ from trysquare.files import or_infinite, without_infinities
 from trysquare.linalg.precision import autocast_dtype
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.lipschitz import Analysis, ExactEvaluation, analyse, input_like
-from trysquare.lipschitz.trace import BATCH
+from trysquare.lipschitz.shadow import BATCH
 from trysquare.losses import check_batch
+from trysquare.naming import shown
 from trysquare.operators import checked_weight, used_weight
 from trysquare.progress import track
 
@@ -81,9 +83,7 @@ def certified_radius(
     """
     values = _checked_logits(logits)
     classes = _checked_labels(labels, logits)
-    lipschitz = float(lipschitz)
-    if not lipschitz >= 0:
-        raise ValueError(f"lipschitz={lipschitz!r} must be a number, at least 0")
+    lipschitz = checked_number("lipschitz", lipschitz)
     if head is None:
         pairs = torch.full((values.shape[1],) * 2, _SQRT2_UP, dtype=torch.float64)
     else:
@@ -98,8 +98,72 @@ def certified_radius(
     return _radii(margins, pairs[classes], lipschitz, classes, shrink)
 
 
+def checked_number(name: str, value: Any) -> float:
+    """A number that is at least 0, and may be infinite; also one in a tensor.
+
+    Raises:
+        TypeError: if it is no number.
+        ValueError: if it is negative, nan, or an integer beyond all floats.
+    """
+    if isinstance(value, Tensor):
+        require_dense(name, value)
+        real = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
+    else:
+        real = isinstance(value, Real) and not isinstance(value, bool)
+    if not real:
+        raise TypeError(f"{name}={shown(value)} must be a number, at least 0")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.nan
+    if not number >= 0:
+        raise ValueError(
+            f"{name}={shown(value)} must be a number, at least 0 and at most {sys.float_info.max:.2g} or inf"
+        )
+    return number
+
+
+def require_dense(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor whose numbers are not there to be read.
+
+    Raises:
+        ValueError: if it is on the meta device, sparse, nested or in a layout of its own.
+    """
+    if tensor.is_nested:
+        raise ValueError(f"{name}: found a nested tensor, which has no shape; stack its parts, or pad them")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name}: found a tensor of layout {tensor.layout}; give a dense one, {name}.to_dense()")
+    if tensor.is_meta:
+        raise ValueError(f"{name}: found a tensor on the meta device, which holds no numbers; give one that does")
+
+
+def require_plain_module(model: Any) -> None:
+    """Refuse what cannot be followed call by call.
+
+    Raises:
+        TypeError: if it is no module, or a part of it is a program of TorchScript.
+        ValueError: if its weights are on the meta device.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}: put a function in a module")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"{name!r} of the model" if name else "the model"
+            raise TypeError(
+                f"{where} is scripted or traced by torch.jit, which cannot be followed: give the module itself"
+            )
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        if weight.is_meta:
+            raise ValueError(
+                f"{name!r} of the model is on the meta device, which holds no numbers: load the weights first"
+            )
+
+
 def _checked_errors(error: float | Tensor, samples: int) -> Tensor:
-    errors = torch.as_tensor(error, dtype=torch.float64).detach().cpu()
+    if isinstance(error, Tensor):
+        require_dense("error", error)
+    given = error if isinstance(error, Tensor) else checked_number("error", error)
+    errors = torch.as_tensor(given, dtype=torch.float64).detach().cpu()
     if errors.ndim and errors.shape != (samples,):
         raise ValueError(f"error of shape {tuple(errors.shape)} must be a number, or one for each of {samples} samples")
     if not bool((errors >= 0).all()):
@@ -128,6 +192,8 @@ def _radii(margins: Tensor, distances: Tensor, lipschitz: float, labels: Tensor,
 
 def _checked_logits(logits: Any) -> Tensor:
     """Logits in float64 on the CPU."""
+    if isinstance(logits, Tensor):
+        require_dense("logits", logits)
     if not isinstance(logits, Tensor) or logits.ndim != 2:
         kind = f"a tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
         raise TypeError(f"a classifier must return logits (batch, classes), not {kind}")
@@ -140,6 +206,8 @@ def _checked_logits(logits: Any) -> Tensor:
 
 def _checked_labels(labels: Tensor, logits: Tensor) -> Tensor:
     """Labels as integers on the CPU, all of them classes."""
+    if isinstance(labels, Tensor):
+        require_dense("labels", labels)
     check_batch(logits, labels)
     classes = labels.detach().to("cpu", torch.int64)
     if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < logits.shape[1]:
@@ -153,6 +221,8 @@ def _checked_labels(labels: Tensor, logits: Tensor) -> Tensor:
 def _head_weight(head: Tensor | nn.Module, classes: int) -> Tensor:
     if not isinstance(head, Tensor) and not isinstance(getattr(head, "weight", None), Tensor):
         raise TypeError(f"head must be a weight (classes, features) or a layer that has one, not {type(head).__name__}")
+    if isinstance(head, Tensor):
+        require_dense("head", head)
     weight = used_weight(head) if isinstance(head, nn.Module) else checked_weight(head, "the head")
     if weight.ndim != 2 or len(weight) != classes:
         raise ValueError(f"the head of shape {tuple(weight.shape)} must be (classes, features) with {classes} classes")
@@ -324,7 +394,7 @@ def certify(
 
     Raises:
         NoRuleError: if a part of the model has no Lipschitz rule.
-        TypeError: if the model is no module, or the data is of another kind.
+        TypeError: if the model is no module or one of ``torch.jit``, or the data is of another kind.
         ValueError: if logits are not finite, or the data or an argument does not fit.
 
     >>> model = nn.Sequential(OrthoConv2d(1, 4, 3, stride=2), MaxMin(), nn.Flatten(), OrthoLinear(64, 10))
@@ -336,8 +406,7 @@ def certify(
     for name, number, least in (("batch_size", batch_size, 1), ("measured_samples", measured_samples, 0)):
         if not isinstance(number, int) or number < least:
             raise ValueError(f"{name}={number!r} must be an integer, at least {least}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    require_plain_module(model)
     if input_shape is not None and not isinstance(input_shape, Sequence):
         raise TypeError(f"input_shape={input_shape!r} must be the shape of one image, such as (3, 32, 32)")
     shape = None if input_shape is None else tuple(input_shape)
@@ -347,7 +416,7 @@ def certify(
     disagreements, precision = 0, 0.0
     with evaluating(model), torch.no_grad():
         batches, total = batches_of(data, batch_size)
-        for images, classes in track(_pairs(batches), "certifying", total):
+        for images, classes in track(pairs(batches), "certifying", total):
             shape = shape or tuple(images.shape[1:])
             given = prepared(model, images, shape)
             if found is None or exact is None:
@@ -402,10 +471,16 @@ def _measured(
 
 def _checked_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
     if not isinstance(epsilons, Sequence | Tensor) or isinstance(epsilons, str):
-        raise TypeError(f"epsilons={epsilons!r} must be a list of radii")
-    checked = tuple(float(epsilon) for epsilon in epsilons)
-    if not checked or not all(0 <= epsilon < math.inf for epsilon in checked):
-        raise ValueError(f"epsilons={checked} must be finite radii, at least one and none negative")
+        raise TypeError(f"epsilons={shown(epsilons)} must be a list of radii")
+    if isinstance(epsilons, Tensor):
+        require_dense("epsilons", epsilons)
+    wanted = f"epsilons={shown(epsilons)} must be finite radii, at least one and none negative"
+    try:
+        checked = tuple(checked_number("a radius", epsilon) for epsilon in epsilons)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{wanted}: {error}") from error
+    if not checked or math.inf in checked:
+        raise ValueError(wanted)
     return checked
 
 
@@ -425,11 +500,16 @@ def batches_of(data: Data, batch_size: int) -> tuple[Batches, int]:
     """Data of any kind in batches, and how many there are (0 if that is not known).
 
     Raises:
-        ValueError: if it is a pair of tensors of different lengths.
+        ValueError: if it is a pair of tensors of different lengths, or of tensors that are not dense.
     """
     tensors: Any = data.tensors if isinstance(data, TensorDataset) else data
     if isinstance(tensors, tuple | list) and len(tensors) == 2 and all(isinstance(part, Tensor) for part in tensors):
         images, labels = tensors
+        for name, tensor in (("images", images), ("labels", labels)):
+            require_dense(name, tensor)
+            if not tensor.ndim:
+                raise ValueError(f"{name} must be a batch, and are a single number")
+        batch_size = min(batch_size, max(1, len(images)))
         if len(images) != len(labels):
             raise ValueError(f"{len(images)} images and {len(labels)} labels must be as many of one as of the other")
         batches: Any = list(zip(images.split(batch_size), labels.split(batch_size), strict=True))
@@ -438,7 +518,7 @@ def batches_of(data: Data, batch_size: int) -> tuple[Batches, int]:
     return batches, len(batches) if hasattr(batches, "__len__") else 0
 
 
-def _pairs(batches: Any) -> Iterator[tuple[Tensor, Tensor]]:
+def pairs(batches: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches that are what they should be.
 
     Raises:
@@ -455,6 +535,8 @@ def _pairs(batches: Any) -> Iterator[tuple[Tensor, Tensor]]:
         ):
             found = [type(part).__name__ for part in batch] if isinstance(batch, tuple | list) else type(batch).__name__
             raise TypeError(f"{wanted}; found a batch of {found}")
+        for name, part in zip(("images", "labels"), batch, strict=True):
+            require_dense(name, part)
         yield batch[0], batch[1]
 
 
@@ -466,6 +548,7 @@ def prepared(model: nn.Module, images: Tensor, shape: tuple[int, ...]) -> Tensor
     """
     if not isinstance(images, Tensor):
         raise TypeError(f"images must be a tensor, not {type(images).__name__}")
+    require_dense("images", images)
     if tuple(images.shape[1:]) != shape or not images.is_floating_point():
         raise ValueError(
             f"images of shape {tuple(images.shape)} and {images.dtype} must be floating point and (batch, "

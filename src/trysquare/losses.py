@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from abc import abstractmethod
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trysquare.linalg.precision import at_least_float32, full_precision
-from trysquare.naming import pick, require_known
+from trysquare.naming import pick, require_known, shown
 
 _REDUCTIONS = ("mean", "sum", "none")
 _SQRT2 = math.sqrt(2)
@@ -39,7 +40,7 @@ def margin_for_radius(radius: float, lipschitz: float = 1.0, scale: float = 1.0)
             channels have different ones.
 
     Raises:
-        ValueError: if an argument is negative or not finite, or ``scale`` is 0.
+        ValueError: if an argument is negative or not finite, ``scale`` is 0, or the margin is not finite.
 
     >>> round(margin_for_radius(1.5), 4)  # the paper's robust networks
     2.1213
@@ -47,15 +48,24 @@ def margin_for_radius(radius: float, lipschitz: float = 1.0, scale: float = 1.0)
     _check_number("radius", radius)
     _check_number("lipschitz", lipschitz)
     _check_number("scale", scale, positive=True)
-    return _SQRT2 * radius * lipschitz / scale
+    margin = _SQRT2 * radius * lipschitz / scale
+    if not math.isfinite(margin):
+        raise ValueError(
+            f"radius={radius}, lipschitz={lipschitz} and scale={scale} need a margin beyond all floats: take a smaller "
+            "radius"
+        )
+    return margin
 
 
 def _check_number(name: str, value: float, *, positive: bool = False, most: float = math.inf) -> None:
     """Refuse what is not a finite number, or out of range."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # An integer may be beyond all floats.
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not number or value < 0 or (positive and value == 0) or value > most:
         lowest = "positive" if positive else "at least 0"
-        raise ValueError(f"{name}={value!r} must be a finite number, {lowest}" + f" and at most {most}" * (most < 1e9))
+        raise ValueError(
+            f"{name}={shown(value)} must be a finite number, {lowest}" + f" and at most {most}" * (most < 1e9)
+        )
 
 
 class Loss(nn.Module):

@@ -10,10 +10,21 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _LONGEST = 80
-# Goes a few levels deep and a few entries wide, so that it ends at once whatever the value holds.
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _LONGEST
-_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfrozenset = 12
+
+
+class _Short(reprlib.Repr):
+    """A few levels deep and a few entries wide, so that it ends at once whatever the value holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = _LONGEST
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 12
+
+    def repr_int(self, x: int, level: int) -> str:  # which Python itself writes out up to 4300 digits only
+        return repr(x) if x.bit_length() <= 3 * _LONGEST else f"<integer of {x.bit_length()} bits>"
+
+
+_SHORT = _Short()
 
 
 def shown(value: object) -> str:
@@ -25,15 +36,11 @@ def shown(value: object) -> str:
     >>> shown("a" * 100_000)
     "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' (100000 long)"
     """
-    if (
-        isinstance(value, int) and value.bit_length() > 4 * _LONGEST
-    ):  # Python writes out no longer ones than 4300 digits
-        return f"an integer of {value.bit_length()} bits"
     text = _SHORT.repr(value)
-    length = len(value) if isinstance(value, str | bytes | list | tuple | dict) else 0
     if isinstance(value, str | bytes):
-        return text if len(text) >= len(repr(value)) else f"{text} ({length} long)"
-    return text if len(text) <= 3 * _LONGEST else f"{text[: 3 * _LONGEST]}... ({length} long)"
+        return text if text == repr(value) else f"{text} ({len(value)} long)"
+    longest = 3 * _LONGEST
+    return text if len(text) <= longest else f"{text[:longest]}..."
 
 
 def require_known(name: str, known: Iterable[str], kind: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -29,7 +29,10 @@ from trysquare.layers.heads import UnitNormLinear
 from trysquare.layers.linear import OrthoLinear
 from trysquare.layers.padding import CONV, CONV_TRANSPOSE, flat
 from trysquare.linalg.precision import as_autocast, full_precision
+from trysquare.naming import shown
 
+# Numbers of one input, beyond which torch cannot even count them.
+_LARGEST_INPUT = 1 << 62
 # Torch's hooks that set the weight before each pass.
 WEIGHT_HOOKS = (WeightNorm, SpectralNorm, BasePruningMethod)
 _READABLE = (
@@ -139,6 +142,10 @@ class Axis:
         """How often the padding repeats a position that is read: the square of the norm of the padding."""
         if self.mode == "zeros" or self.on_circle:
             return 1
+        # It depends on what is near the ends alone: leave out windows in the middle of a long axis.
+        enough = 4 * (sum(map(abs, self.pad)) + self.extent + self.stride)
+        if (spare := (self.size - enough) // self.stride) > 0:
+            return replace(self, size=self.size - spare * self.stride, windows=self.windows - spare).repeats
         return int(torch.bincount(self.sources[: self.read]).max())
 
     @cached_property
@@ -284,9 +291,16 @@ def read_layer(layer: nn.Module, input_shape: Sequence[int]) -> LinearOperator:
         ValueError: if the shape does not fit the layer, it has hooks that can change what it computes, or the weight
             is complex or not finite.
     """
+    if not isinstance(input_shape, Sequence) or isinstance(input_shape, str):
+        raise TypeError(f"input_shape={shown(input_shape)} must be the shape of one input, such as (3, 32, 32)")
     shape = tuple(input_shape)
     if not all(isinstance(size, int) and size > 0 for size in shape):
-        raise ValueError(f"input_shape={input_shape!r} must be positive integers: one input without the batch")
+        raise ValueError(f"input_shape={shown(input_shape)} must be positive integers: one input without the batch")
+    if math.prod(shape) > _LARGEST_INPUT:
+        raise ValueError(
+            f"input_shape={shown(shape)} has more than the {_LARGEST_INPUT} numbers that torch can count: "
+            "trysquare.spectral_norm_bound(layer), without a shape, bounds every size at once"
+        )
     if not reads(layer):
         raise TypeError(
             f"{type(layer).__name__} is not a linear or convolution layer of torch or trysquare, or overrides forward "
@@ -364,7 +378,7 @@ def checked_weight(weight: Tensor, owner: str) -> Tensor:
     """``weight`` in float64 on the CPU.
 
     Raises:
-        ValueError: if it is complex or not finite.
+        ValueError: if it is complex, not dense or not finite, or on the meta device.
     """
     if weight.is_complex():
         raise ValueError(
@@ -373,6 +387,8 @@ def checked_weight(weight: Tensor, owner: str) -> Tensor:
         )
     if weight.is_meta:
         raise ValueError(f"the weight of {owner} is on the meta device, which holds no numbers: load the weights first")
+    if weight.layout != torch.strided:
+        raise ValueError(f"the weight of {owner} is in the layout {weight.layout}, and must be dense: use to_dense()")
     with full_precision(weight):
         exact = weight.detach().to("cpu", torch.float64)
     if not bool(exact.isfinite().all()):

@@ -39,6 +39,13 @@ _SMALL_MAP_SIDE = 4096
 _BUDGET = BUDGET
 # How near to 1 a bound is not worth improving.
 _SETTLED = 1e-4
+# Singular values that are computed (a gigabyte of them), and operations that they may take (about a day on a core).
+_MOST_VALUES = 1 << 27
+_MOST_OPERATIONS = 1e15
+# Frequencies that a bound looks at, which take about a hundred bytes each.
+_MOST_FREQUENCIES = 1 << 25
+# Entries of the input and the output of a layer that Lanczos iteration keeps several of: eight take 8 GB.
+_LANCZOS_ENTRIES = 1 << 27
 _LANCZOS_STEPS = 200
 _LANCZOS_BYTES = 1 << 30
 
@@ -63,15 +70,33 @@ def singular_values(layer: nn.Module, input_shape: Sequence[int]) -> Tensor:
 
     Raises:
         TypeError: if the layer is not a linear or convolution layer.
-        ValueError: if the shape does not fit the layer, the layer has hooks, the weight is complex or not finite, or a
-            dense matrix is needed and would be too large.
+        ValueError: if the shape does not fit the layer, the layer has hooks, the weight is complex or not finite, a
+            dense matrix is needed and would be too large, or there are too many values.
 
     >>> values = singular_values(nn.Conv2d(2, 4, 3, stride=2, padding=1, padding_mode="circular"), (2, 8, 8))
     >>> len(values)
     64
     """
     operator = read_layer(layer, input_shape)
+    _refuse_endless(operator, layer, operator.copies)
     return _values(operator, layer).repeat_interleave(operator.copies)
+
+
+def _refuse_endless(operator: LinearOperator, layer: nn.Module, copies: int) -> None:
+    """Refuse a spectrum that nobody would wait for.
+
+    Raises:
+        ValueError: if it has too many values, or takes too many operations.
+    """
+    if not operator.circular:
+        return  # the size of the dense matrix is looked at where it is made
+    values, operations = operator.smaller_side * copies, spectrum_flops(operator)
+    if values > _MOST_VALUES or operations > _MOST_OPERATIONS:
+        raise ValueError(
+            f"{type(layer).__name__} on an input of this shape has {values} singular values, which take "
+            f"{operations:.0e} operations; at most {_MOST_VALUES} and {_MOST_OPERATIONS:.0e} are computed. "
+            "trysquare.spectral_norm_bound gives a certified bound for any size"
+        )
 
 
 def spectrum_flops(operator: LinearOperator) -> float:
@@ -129,7 +154,7 @@ def _dense_values(operator: LinearOperator, layer: nn.Module) -> Tensor:
 def extreme_singular_values(
     layer: nn.Module, input_shape: Sequence[int], *, steps: int = _LANCZOS_STEPS, tolerance: float = 1e-10
 ) -> ExtremeSingularValues:
-    """Smallest and largest singular value of a layer of any size, with the tolerances that were reached.
+    """Smallest and largest singular value of a layer, with the tolerances that were reached.
 
     From the whole spectrum where a Fourier transform or a small dense matrix gives it; otherwise by matrix-free
     Lanczos iteration (Golub-Kahan) on the layer itself.
@@ -142,7 +167,8 @@ def extreme_singular_values(
 
     Raises:
         TypeError: if the layer is not a linear or convolution layer.
-        ValueError: if the shape does not fit the layer, the layer has hooks, or the weight is complex or not finite.
+        ValueError: if the shape does not fit the layer, the layer has hooks, the weight is complex or not finite, or
+            the input is too large to be iterated on.
 
     >>> extremes = extreme_singular_values(OrthoConv2d(4, 4, 3, padding_mode="zeros"), (4, 16, 16))
     >>> round(extremes.largest, 4)
@@ -151,9 +177,17 @@ def extreme_singular_values(
     operator = read_layer(layer, input_shape)
     small = operator.smaller_side // operator.groups <= _CERTIFIED_SIDE and _dense_entries(operator) <= _DENSE_ENTRIES
     if operator.circular or small:
+        _refuse_endless(operator, layer, 1)
         values = _values(operator, layer)
         rounding = float(values[0]) * 1e-14 * math.sqrt(len(values))
         return ExtremeSingularValues(float(values[-1]), float(values[0]), rounding, rounding)
+    entries = math.prod(operator.domain) + math.prod(operator.image)
+    if entries > _LANCZOS_ENTRIES:
+        raise ValueError(
+            f"{type(layer).__name__} on this input has {entries} numbers in its input and output, and the iteration, "
+            f"which keeps several of both, takes at most {_LANCZOS_ENTRIES}; trysquare.spectral_norm_bound gives a "
+            "certified bound for any size"
+        )
     return lanczos_extremes(operator, steps, tolerance)
 
 
@@ -188,8 +222,8 @@ def spectral_norm_bound(layer: nn.Module, input_shape: Sequence[int] | None = No
     convolutions, and layers of any kind whose matrix is small (each group at most 1536 wide, or 4096 on maps of at most
     49 positions). Zero padding is otherwise bounded by a slightly larger circular domain, which is tight for orthogonal
     layers and within a few percent for others. Padding that repeats positions multiplies by the norm of the padding,
-    where the matrix is too large to be certified as a whole. A layer whose frequencies are too many (``4e11``
-    operations) gets the bound that holds for every size.
+    where the matrix is too large to be certified as a whole. A layer whose frequencies are too many (33 million, or
+    ``4e11`` operations) gets the bound that holds for every size.
 
     Args:
         layer: a linear or convolution layer, of torch or ours.
@@ -248,6 +282,8 @@ def _certifiable(operator: LinearOperator) -> bool:
 
 def _fourier_range(operator: LinearOperator, lowest: bool) -> SingularValueRange:
     everywhere = _polyphase(operator, any_size=True)
+    if math.prod(_coarse(operator)) > _MOST_FREQUENCIES:
+        return SingularValueRange(0.0, any_size_bound(everywhere, _BUDGET / 8), 0.0)
     return domain_range(_polyphase(operator), _coarse(operator), everywhere, lowest=lowest, budget=_BUDGET)
 
 
