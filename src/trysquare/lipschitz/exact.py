@@ -21,6 +21,7 @@ from trysquare.lipschitz.shadow import (
     NoRuleError,
     Shadow,
     Traced,
+    address,
     class_name,
     convolution_layout,
     input_like,
@@ -79,7 +80,8 @@ class Evaluator(Shadow):
         exact = torch.float64 if constant.dtype != torch.bool else torch.bool
         if constant.is_inference() or self._is_new(constant):
             return constant.detach().to("cpu", exact)
-        key = id(constant), constant._version
+        layout = constant.dtype, constant.shape, constant.stride(), constant.storage_offset()
+        key = address(constant), constant._version, layout
         if key not in self.kept:
             self.kept[key] = constant, constant.detach().to("cpu", exact)
         return self.kept[key][1]

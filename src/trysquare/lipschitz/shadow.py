@@ -252,7 +252,7 @@ class Shadow(TorchDispatchMode):
         try:
             if not _has_memory(value):
                 return None
-            if (memory := self._written.get(_address(value))) is not None:
+            if (memory := self._written.get(address(value))) is not None:
                 return memory.window(value)
             if (place := value.untyped_storage().data_ptr()) and any(
                 known.start <= place < known.end for known in self._written.values()
@@ -318,22 +318,22 @@ class Shadow(TorchDispatchMode):
         for tensor in written:
             if not self._is_new(tensor):
                 raise NoRuleError(self._writes_into(tensor))
-            self._raw.discard(_address(tensor))
+            self._raw.discard(address(tensor))
         self._refuse_chance(func, args)
         if func._schema.name == "aten::view" and func._overloadname == "dtype":
             self.give_away(args[0])
         result = func(*args, **kwargs)
-        known = {_address(t) for t in leaves_of(args, kwargs) if isinstance(t, Tensor) and _has_memory(t)}
+        known = {address(t) for t in leaves_of(args, kwargs) if isinstance(t, Tensor) and _has_memory(t)}
         for tensor in leaves_of(result):
-            if isinstance(tensor, Tensor) and _has_memory(tensor) and (address := _address(tensor)) not in known:
-                self._created[address] = StorageWeakRef(tensor.untyped_storage())
-                (self._raw.add if "empty" in func._schema.name else self._raw.discard)(address)
+            if isinstance(tensor, Tensor) and _has_memory(tensor) and (place := address(tensor)) not in known:
+                self._created[place] = StorageWeakRef(tensor.untyped_storage())
+                (self._raw.add if "empty" in func._schema.name else self._raw.discard)(place)
         return result
 
     def give_away(self, tensor: Tensor) -> None:
         """Note that somebody can reach the memory of a plain tensor past torch: no value may be written there."""
         if self.payload(tensor) is None and _has_memory(tensor):
-            self._given_away[_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+            self._given_away[address(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     def _refuse_chance(self, func: Any, args: Any) -> None:
         if torch.Tag.nondeterministic_seeded in func.tags and not _nothing_drawn(func, args):
@@ -343,7 +343,7 @@ class Shadow(TorchDispatchMode):
         """Whether the model made this memory during this pass."""
         if not _has_memory(tensor):
             return False
-        reference = self._created.get(_address(tensor))
+        reference = self._created.get(address(tensor))
         return reference is not None and not reference.expired()
 
     def _writes_into(self, tensor: Tensor) -> str:
@@ -511,7 +511,7 @@ class Shadow(TorchDispatchMode):
         """Payload to write to; a plain tensor has one from its first value that depends on the input on."""
         if (payload := self.payload(target)) is not None:
             return payload
-        known = self._given_away.get(_address(target))
+        known = self._given_away.get(address(target))
         if known is not None and not known.expired():
             raise NoRuleError(
                 f"values that depend on the input are written into memory that numpy, or another dtype, reads as well "
@@ -521,9 +521,9 @@ class Shadow(TorchDispatchMode):
         whole = torch.empty(0, dtype=target.dtype, device=target.device).set_(storage)  # type: ignore[call-overload]
         payload = self._moved(whole)
         payload = payload.clone() if payload.data_ptr() == whole.data_ptr() else payload
-        if _address(target) in self._raw and payload.is_floating_point():
+        if address(target) in self._raw and payload.is_floating_point():
             payload.fill_(float("nan"))
-        self._written[_address(target)] = memory = _Memory(payload, whole)
+        self._written[address(target)] = memory = _Memory(payload, whole)
         if whole.is_floating_point():
             whole.fill_(float("nan"))  # nobody may compute with what is no longer true
         return memory.window(target)
@@ -603,7 +603,8 @@ def _has_memory(tensor: Tensor) -> bool:
     return type(tensor) is not Traced and tensor.layout == torch.strided and not tensor.is_meta
 
 
-def _address(tensor: Tensor) -> int:
+def address(tensor: Tensor) -> int:
+    """What tells memory apart, while it lives."""
     return tensor.untyped_storage()._cdata
 
 
@@ -620,7 +621,7 @@ def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 def _name_of(model: nn.Module, tensor: Tensor) -> str | None:
     for path, module in model.named_modules():
         for name, value in {**module.__dict__, **module._buffers, **module._parameters}.items():
-            if isinstance(value, Tensor) and _has_memory(value) and _address(value) == _address(tensor):
+            if isinstance(value, Tensor) and _has_memory(value) and address(value) == address(tensor):
                 return f"{path}.{name}" if path else name
     return None
 
@@ -734,17 +735,17 @@ class CopiesAndWrites(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.names: list[str] = []
-        self._values = {_address(tensor): tensor for tensor in inputs}  # kept alive, so that addresses are their own
+        self._values = {address(tensor): tensor for tensor in inputs}  # kept alive, so that addresses are their own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         given = (t for t in leaves_of(args, kwargs) if isinstance(t, Tensor) and _has_memory(t))
-        if any(_address(tensor) in self._values for tensor in given):
+        if any(address(tensor) in self._values for tensor in given):
             made = [t for t in leaves_of(result) if isinstance(t, Tensor)]
             for tensor in (*made, *_written_arguments(func, args, kwargs)):
                 if _has_memory(tensor):
-                    self._values[_address(tensor)] = tensor
+                    self._values[address(tensor)] = tensor
             self.names += self.of([(_about(func)[0], 0)])
         return result
 
