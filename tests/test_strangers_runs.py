@@ -116,6 +116,37 @@ def overlapping(content):
     )
 
 
+def two_directories(content, hidden):
+    """A file whose directory, right before its end, is not at the place that the end names, where there is another.
+
+    Python takes the first of them, torch the second.
+    """
+    with zipfile.ZipFile(io.BytesIO(hidden)) as archive:
+        other = archive.start_dir
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        entries, start = len(archive.infolist()), archive.start_dir
+    end = content.rindex(b"PK\x05\x06")
+    directory = content[start:end]
+    if (zip64 := directory.find(b"PK\x06\x06")) >= 0:
+        directory = directory[:zip64]
+    counts = entries.to_bytes(2, "little") * 2 + len(directory).to_bytes(4, "little")
+    last = b"PK\x05\x06" + bytes(4) + counts + other.to_bytes(4, "little") + bytes(2)
+    return hidden + content[:start] + directory + last
+
+
+def test_what_is_looked_at_is_what_is_read(tmp_path):
+    """An archive that two readers understand in two ways is read in one, or refused."""
+    model = ts.models.build(**ARGUMENTS)
+    clean = old_file(model.state_dict())
+    hidden = zipped(old_file({"a": torch.zeros(10)}))
+    (tmp_path / "model.pt").write_bytes(two_directories(clean, hidden))
+    try:
+        found = read_checkpoint(tmp_path / "model.pt")["state_dict"]
+    except ValueError:
+        return
+    assert found.keys() == model.state_dict().keys()
+
+
 def test_compressed_files_are_refused_before_they_are_read(tmp_path):
     model = ts.models.build(**ARGUMENTS)
     whole = old_file(model.state_dict())
@@ -278,3 +309,10 @@ def test_of_two_runs_that_start_in_one_directory_one_gives_way(tmp_path):
     assert not list(path.iterdir())
     ts.training.train(recipe, path, quiet=True)
     assert json.loads((path / "versions.json").read_text())
+
+
+def test_a_line_that_is_no_measurement_is_named(run):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("dear diary\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 3 is not JSON"):
+        ts.training.load_run(run).metrics()

@@ -156,18 +156,24 @@ def _loaded(content: bytes) -> Any:
         ValueError: if it claims more memory than its length. ``torch.save`` compresses nothing, so whatever is
             compressed, overlaps or stands for much more than it is long was made to do so.
     """
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+    # Torch is given an archive that is written anew: what it reads is then what was looked at, even if the two readers
+    # of archives would not agree about which of two directories in a file is the one that counts.
+    plain = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as archive, zipfile.ZipFile(plain, "w") as copy:
         members = archive.infolist()
-        packed_members = [member.filename for member in members if member.compress_type != zipfile.ZIP_STORED]
-        if packed_members:
-            raise ValueError(f"{shown(packed_members[0])} in it is compressed, which torch.save never does")
+        compressed = [member.filename for member in members if member.compress_type != zipfile.ZIP_STORED]
+        if compressed:
+            raise ValueError(f"{shown(compressed[0])} in it is compressed, which torch.save never does")
         claimed = sum(member.file_size for member in members)
-        if claimed > len(content):
-            raise ValueError(f"its parts claim {claimed} bytes, and it has {len(content)}")
+        if claimed > len(content) or len({member.filename for member in members}) < len(members):
+            raise ValueError(f"its parts claim {claimed} bytes, some of them twice, and it has {len(content)}")
         for member in members:
+            part = archive.read(member)
             if member.filename.endswith(".pkl"):
-                refuse_bombs(archive.read(member))
-    found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+                refuse_bombs(part)
+            copy.writestr(member.filename, part)
+    plain.seek(0)
+    found = torch.load(plain, map_location="cpu", weights_only=True)
     for tensor in tree_leaves(found):
         if isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
             held = tensor.untyped_storage().nbytes()
@@ -375,4 +381,4 @@ def _as_module(path: Path) -> str:
 
 
 def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

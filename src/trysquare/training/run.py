@@ -75,10 +75,20 @@ class Run:
             raise ValueError(f"{path} is of another model: it has {shown(others)}, the recipe has {shown(described)}")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Everything that was measured, in order; a line that was cut short by a crash is left out."""
+        """Everything that was measured, in order; a line that was cut short by a crash is left out.
+
+        Raises:
+            ValueError: if a line is not JSON; it names the file and the line.
+        """
         path = self.path / "metrics.jsonl"
         lines = read_file(path).split(b"\n") if path.is_file() else []
-        return [json.loads(line) for line in lines[:-1]]
+        records = []
+        for number, line in enumerate(lines[:-1], 1):
+            try:
+                records.append(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}: line {number} is not JSON: {error}") from error
+        return records
 
     def batches(self, split: str = "test", samples: int | None = None) -> Loader:
         """Images of the run's data, in batches and not augmented.
