@@ -25,9 +25,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from trysquare.geometry import Pads, Sizes, check_circular_size
 from trysquare.layers.conv import _Convolution, _OrthogonalConvolution, _TransposedConvolution
+from trysquare.layers.convolution import CONV, CONV_TRANSPOSE, flat
 from trysquare.layers.heads import UnitNormLinear
 from trysquare.layers.linear import OrthoLinear
-from trysquare.layers.padding import CONV, CONV_TRANSPOSE, flat
 from trysquare.linalg.precision import as_autocast, full_precision
 from trysquare.naming import shown
 

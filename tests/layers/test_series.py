@@ -23,7 +23,7 @@ WITH_KERNEL = {
 
 def by_kernel(layer, x):
     """The same layer with its kernel as an ordinary tensor."""
-    return layer._application(x, layer.weight, layer.bias)
+    return layer._convolution(x, layer.weight, layer.bias)
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_bounds_are_about_the_terms_in_exact_arithmetic(feature, training):
     factors = [None if factor is None else factor.detach().double() for factor in layer._factors()]
     basis = torch.eye(prod(shape), dtype=torch.float64).view(-1, *shape)
     matrix = layer._series(basis, *factors, None).flatten(1).T
-    torch.testing.assert_close(layer._application(basis, used_weight(layer)).flatten(1).T, matrix, rtol=0, atol=1e-12)
+    torch.testing.assert_close(layer._convolution(basis, used_weight(layer)).flatten(1).T, matrix, rtol=0, atol=1e-12)
     norm = float(torch.linalg.matrix_norm(matrix, 2))
     assert norm <= ts.spectral_norm_bound(layer, shape) < norm + 1e-5
 

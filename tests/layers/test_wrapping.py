@@ -10,8 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import trysquare as ts
-from trysquare.layers.padding import CONV
-from trysquare.layers.wrapping import circular_convolution
+from trysquare.layers.convolution import CONV, circular_convolution
 
 # What torch loads for derivatives in forward mode warns about torch.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

@@ -13,9 +13,8 @@ from trysquare.geometry import ConvGeometry, Pads, Sizes, check_groups, per_axis
 from trysquare.layers.activations import with_slopes_in_unit_interval
 from trysquare.layers.base import ParametrizedWeight, factory_of
 from trysquare.layers.conv import Size
-from trysquare.layers.explicit import Application
+from trysquare.layers.convolution import Convolution, check_padding_mode
 from trysquare.layers.packing import PackedKernels, unpack
-from trysquare.layers.padding import check_padding_mode
 from trysquare.naming import refuse_arguments
 from trysquare.parametrizations import Parametrization, orthogonal_kernel
 
@@ -27,8 +26,8 @@ class Block(ParametrizedWeight):
     """
 
     activation: nn.Module
-    _first: Application
-    _second: Application
+    _first: Convolution
+    _second: Convolution
     # Attributes that are numbers of the block.
     _shown: ClassVar[tuple[str, ...]]
     # Further keyword arguments, for what makes the kernels.
@@ -156,9 +155,9 @@ class ResamplingBlock(PackedBlock):
     def _orthogonal(self, geometry: ConvGeometry, factory: dict[str, Any]) -> Parametrization:
         return orthogonal_kernel(self.method, geometry, self.orthogonalizer, **factory)
 
-    def _application(self, kernel_size: Sizes, pads: Pads, strided: bool) -> Application:
+    def _convolution(self, kernel_size: Sizes, pads: Pads, strided: bool) -> Convolution:
         stride = self.stride if strided else (1,) * self.dims
-        return Application(kernel_size, stride, self.dilation, self.groups, pads, self.padding_mode)
+        return Convolution(kernel_size, stride, self.dilation, self.groups, pads, self.padding_mode)
 
 
 class Sum(nn.Module):

@@ -13,16 +13,22 @@ from math import prod
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from trysquare.geometry import ConvGeometry, Pads, check_circular_size, per_axis
+from trysquare.geometry import ConvGeometry, Pads, per_axis
 from trysquare.layers.base import ParametrizedWeight, check_dtype, copy_weights, factory_of
-from trysquare.layers.explicit import Application
-from trysquare.layers.padding import CONV, PLAIN_CONV, crops, crops_for, flat, native_crop, symmetric
+from trysquare.layers.convolution import (
+    PLAIN_CONV,
+    Convolution,
+    crops,
+    crops_for,
+    flat,
+    in_format_of,
+    native_crop,
+    symmetric,
+)
 from trysquare.layers.series import Series
-from trysquare.layers.wrapping import circular_convolution, circular_pad, in_format_of
 from trysquare.linalg.orthogonalize import orthogonalizer as find_orthogonalizer
 from trysquare.linalg.precision import as_autocast
 from trysquare.parametrizations import find_method
@@ -51,7 +57,7 @@ class _OrthogonalConvolution(ParametrizedWeight):
     padding: Any
     padding_mode: Any
     _pads: Pads
-    _application: Application
+    _convolution: Convolution
     _series: Series | None
     _padding_argument: str | Size
     _note: str
@@ -93,10 +99,10 @@ class _OrthogonalConvolution(ParametrizedWeight):
         self.geometry, self.method, self.orthogonalizer = geometry, method, orthogonalizer
         self._kernel_argument, self.options = kernel_size, options
         numbers = geometry.kernel_size, geometry.stride, geometry.dilation, geometry.groups
-        self._application = Application(*numbers, self._pads, self.padding_mode, geometry.transposed)
+        self._convolution = Convolution(*numbers, self._pads, self.padding_mode, geometry.transposed)
         chosen: Any = find_method(method, options)
         made = chosen(geometry, orthogonalizer, **options, **factory_of(self.weight))
-        self._series = Series.of(made, geometry, self._application)
+        self._series = Series.of(made, geometry, self._convolution)
         self._note = f", {made.note}" if made.note else ""
         self._parametrize_weight(made)
 
@@ -153,7 +159,7 @@ class _OrthogonalConvolution(ParametrizedWeight):
 
     def as_torch(self) -> nn.Module:
         """A plain layer of torch, and padding layers where torch has no argument for the padding."""
-        return self._application.plain(self.weight, self.bias, self.training)
+        return self._convolution.plain(self.weight, self.bias, self.training)
 
     @property
     def truncation_error(self) -> float:
@@ -305,9 +311,7 @@ class _Convolution(_OrthogonalConvolution):
             dtype,
         )
         self._pads, self._padding_argument = pads, padding
-        self._flat_pads, self._widest = flat(pads), tuple(map(max, pads))
-        self._needs_padding = any(self._widest)
-        self._reversed_padding_repeated_twice = self._flat_pads  # what torch's own forward would read
+        self._reversed_padding_repeated_twice = flat(pads)  # what torch's own forward would read
         self.padding = tuple(left for left, _ in pads) if symmetric(pads) else "same"
         self._finish(geometry, sizes[0], method, orthogonalizer, options)
 
@@ -320,33 +324,8 @@ class _Convolution(_OrthogonalConvolution):
         """
         self._check_axes(input)
         if self._goes_by_series():
-            made = self._apply_series(input)
-        elif self.padding_mode == "circular":
-            made = self._convolve_around(input)
-        elif isinstance(self.padding, tuple):
-            made = self._convolve(input, self.padding)
-        else:
-            made = self._convolve(F.pad(input, self._flat_pads), 0)
-        return in_format_of(input, made)
-
-    def _convolve_around(self, input: Tensor) -> Tensor:  # noqa: A002
-        """With circular padding; kept short, because an eval pass must cost what torch's own does."""
-        within_a_period = True
-        for size, stride, widest in zip(input.shape[-self.dims :], self.stride, self._widest, strict=True):
-            if size % stride:
-                check_circular_size(input.shape[-self.dims :], self.stride)
-            within_a_period = within_a_period and widest <= size
-        if not self._needs_padding:
-            return self._convolve(input, 0)
-        if not within_a_period:
-            return self._convolve(in_format_of(input, circular_pad(input, self._pads)), 0)
-        weight, bias = self._current_weight(), self.bias
-        return circular_convolution(input, weight, bias, self._flat_pads, self.stride, self.dilation, self.groups)
-
-    def _convolve(self, padded: Tensor, padding: Any) -> Tensor:
-        return CONV[self.dims](
-            padded, self._current_weight(), self.bias, self.stride, padding, self.dilation, self.groups
-        )  # type: ignore[arg-type]
+            return in_format_of(input, self._apply_series(input))
+        return self._convolution(input, self._current_weight(), self.bias)
 
     def adjoint(self) -> Any:
         """The transposed layer, without bias, that shares the free tensors of this one.
@@ -426,14 +405,14 @@ class _TransposedConvolution(_OrthogonalConvolution):
                 possible.
         """
         self._check_axes(input)
-        application = self._application
+        convolution = self._convolution
         if output_size is not None:
             sizes = input.shape[-self.dims :]
             cut = crops_for(self.geometry, self._pads, self.padding_mode, sizes, output_size)
-            application = replace(application, pads=cut)
-        if application.pads == self._pads and self._goes_by_series():
+            convolution = replace(convolution, pads=cut)
+        if convolution.pads == self._pads and self._goes_by_series():
             return in_format_of(input, self._apply_series(input))
-        return in_format_of(input, application(input, self._current_weight(), self.bias))
+        return convolution(input, self._current_weight(), self.bias)
 
     def adjoint(self) -> Any:
         """The convolution, without bias, that this layer is the adjoint of; shares the free tensors.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.geometry import Sizes, check_groups, per_axis
-from trysquare.layers.explicit import Application
+from trysquare.layers.convolution import Convolution
 from trysquare.layers.pooling import depth_to_space, space_to_depth
 from trysquare.linalg.fourier import (
     RESPONSES,
@@ -135,9 +135,9 @@ def plain_layer(
     kernel = depth_to_space(explicit_kernel(response, sizes).flatten(0, 1), stride)
     fine = tuple(size * s for size, s in zip(sizes, stride, strict=True))
     pads = tuple((0, size - s) for size, s in zip(fine, stride, strict=True))
-    application = Application(fine, stride, (1,) * len(sizes), response.shape[len(sizes)], pads, "circular")
-    application = application.adjoint() if transposed else application
-    return application.plain(kernel.to(dtype), bias, training=False)
+    convolution = Convolution(fine, stride, (1,) * len(sizes), response.shape[len(sizes)], pads, "circular")
+    convolution = convolution.adjoint() if transposed else convolution
+    return convolution.plain(kernel.to(dtype), bias, training=False)
 
 
 class _FourierConvolution(ImageSized):

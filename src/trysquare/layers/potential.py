@@ -18,8 +18,7 @@ from trysquare.geometry import check_groups, per_axis
 from trysquare.layers.base import factory_of
 from trysquare.layers.block import Block, Sum
 from trysquare.layers.conv import Size
-from trysquare.layers.explicit import Application
-from trysquare.layers.padding import check_padding_mode
+from trysquare.layers.convolution import Convolution, check_padding_mode
 from trysquare.linalg.kernels import adjoint
 from trysquare.naming import refuse_arguments
 from trysquare.parametrizations import Parametrization
@@ -58,15 +57,15 @@ class _PotentialStep(Block):
 
     def _take_step(
         self,
-        application: Application,
+        convolution: Convolution,
         shape: tuple[int, ...],
         bias: bool,
         activation: nn.Module | None,
         factory: dict[str, Any],
         options: dict[str, Any],
     ) -> None:
-        self._first, self._second = application, application.flipped()
-        made = self.contraction(shape, application.groups, **options, **factory_of(torch.empty(0, **factory)))
+        self._first, self._second = convolution, convolution.flipped()
+        made = self.contraction(shape, convolution.groups, **options, **factory_of(torch.empty(0, **factory)))
         self._finish(made, shape, bias, activation)
 
     @property
@@ -106,7 +105,7 @@ class PotentialLinear(_PotentialStep):
         self.hidden_features = features if hidden_features is None else hidden_features
         check_groups(1, features=features, hidden_features=self.hidden_features)
         factory = {"device": device, "dtype": dtype}
-        self._take_step(Application(), (self.hidden_features, features), bias, activation, factory, options)
+        self._take_step(Convolution(), (self.hidden_features, features), bias, activation, factory, options)
 
 
 class PotentialConv(_PotentialStep):
@@ -144,4 +143,4 @@ class PotentialConv(_PotentialStep):
         numbers = self.kernel_size, (1,) * self.dims, self.dilation
         shape = (self.hidden_channels, channels // groups, *self.kernel_size)
         factory = {"device": device, "dtype": dtype}
-        self._take_step(Application(*numbers, groups, pads, padding_mode), shape, bias, activation, factory, options)
+        self._take_step(Convolution(*numbers, groups, pads, padding_mode), shape, bias, activation, factory, options)

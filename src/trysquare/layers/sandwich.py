@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trysquare.geometry import check_groups
 from trysquare.layers.base import factory_of
 from trysquare.layers.block import PackedBlock, ResamplingBlock
-from trysquare.layers.explicit import Application
+from trysquare.layers.convolution import Convolution
 from trysquare.layers.packing import PackedKernels, Shapes
 from trysquare.linalg.kernels import adjoint
 from trysquare.linalg.rescaling import positive
@@ -133,7 +133,7 @@ class SandwichLinear(_Sandwich):
         check_groups(1, in_features=in_features, out_features=out_features, hidden_features=hidden)
         self.in_features, self.out_features, self.hidden_features = in_features, out_features, hidden
         self.orthogonalizer = orthogonalizer
-        self._first = self._second = Application()
+        self._first = self._second = Convolution()
         factory = factory_of(torch.empty(0, device=device, dtype=dtype))
         kernels = SandwichMatrices(in_features, out_features, hidden, orthogonalizer, **factory)
         self._finish(kernels, (hidden, in_features), bias, activation)
@@ -146,8 +146,8 @@ class _ExplicitSandwich(_Sandwich, ResamplingBlock):
         fine, coarse = ((side, self.hidden_channels) for side in self._sides)
         strided = self._geometry("the strided kernel", fine, self.kernel_size, True, "hidden_channels")
         plain = self._geometry("the plain kernel", coarse, self.kernel_size, False, "hidden_channels")
-        down = self._application(self.kernel_size, strided.pads("same", self.padding_mode), strided=True)
-        flat = self._application(self.kernel_size, plain.pads("same", self.padding_mode), strided=False)
+        down = self._convolution(self.kernel_size, strided.pads("same", self.padding_mode), strided=True)
+        flat = self._convolution(self.kernel_size, plain.pads("same", self.padding_mode), strided=False)
         self._first, self._second = (flat, down.adjoint()) if self.transposed else (down, flat.flipped())
         parts = self._orthogonal(plain, factory), self._orthogonal(strided, factory)
         return SandwichKernels(*parts, self.groups, self.transposed, self.orthogonalizer, **factory)

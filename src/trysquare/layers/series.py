@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trysquare.geometry import ConvGeometry
-from trysquare.layers.explicit import Application
+from trysquare.layers.convolution import Convolution
 from trysquare.linalg.precision import as_autocast
 from trysquare.parametrizations.soc import SOC
 
@@ -33,11 +33,11 @@ class Series:
 
     geometry: ConvGeometry
     terms: int
-    skew: Application
-    matrix: Application
+    skew: Convolution
+    matrix: Convolution
 
     @classmethod
-    def of(cls, parametrization: Any, geometry: ConvGeometry, whole: Application) -> Self | None:
+    def of(cls, parametrization: Any, geometry: ConvGeometry, whole: Convolution) -> Self | None:
         """The series of a layer, if it has one that is worth it and does what the ``whole`` kernel does.
 
         It does not with zeros around the map, which every term would meet anew, nor where the padding is less than
@@ -58,8 +58,8 @@ class Series:
         if by_terms >= by_kernel:
             return None
         pads = tuple((half, half) for half in halves)
-        skew = Application(k, (1,) * whole.dims, whole.dilation, whole.groups, pads, "circular")
-        matrix = Application(
+        skew = Convolution(k, (1,) * whole.dims, whole.dilation, whole.groups, pads, "circular")
+        matrix = Convolution(
             geometry.reach, whole.stride, whole.dilation, whole.groups, rest, "circular", whole.transposed
         )
         return cls(geometry, terms, skew, matrix)

@@ -95,9 +95,9 @@ class _FusedBlock(ResamplingBlock):
     def _apply_with(self, shortcut: Pads, fine: Pads, strided: Pads, shapes: Shapes) -> None:
         """Set how the kernels are applied, from the padding of ``post ∘ pre``, ``K ∘ pre`` and ``post ∘ Kᵀ``."""
         around, branch = shapes[0][2:], shapes[1][2:]
-        self._shortcut = self._application(around, shortcut, strided=True)
-        self._first = self._application(branch, fine, strided=False)
-        self._second = self._application(branch, strided, strided=True)
+        self._shortcut = self._convolution(around, shortcut, strided=True)
+        self._first = self._convolution(branch, fine, strided=False)
+        self._second = self._convolution(branch, strided, strided=True)
         if self.transposed:
             self._shortcut = self._shortcut.adjoint()
             self._first, self._second = self._second.adjoint(), self._first.flipped()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trysquare.layers import activations
 from trysquare.layers.activations import MONOTONE, with_slopes_in_unit_interval
 from trysquare.layers.conv import _Convolution, _TransposedConvolution
-from trysquare.layers.explicit import Application
+from trysquare.layers.convolution import Convolution
 from trysquare.layers.fourier import _FourierConvolution, _Plain, _Transposed
 from trysquare.layers.packing import unpack
 from trysquare.layers.pooling import EuclideanNorm
@@ -107,12 +107,12 @@ def _check_activation(layer: Any) -> None:
         )
 
 
-def _on_lattice(application: Application, kernel: Tensor) -> LatticeMap:
+def _on_lattice(convolution: Convolution, kernel: Tensor) -> LatticeMap:
     """How a kernel is applied; of a transposed convolution, the convolution that it is the adjoint of."""
-    if not application.dims:
+    if not convolution.dims:
         return LatticeMap.of_matrix(kernel)
-    start = tuple(-left for left, _ in application.pads)
-    return LatticeMap(kernel, application.stride, application.dilation, application.groups, start)
+    start = tuple(-left for left, _ in convolution.pads)
+    return LatticeMap(kernel, convolution.stride, convolution.dilation, convolution.groups, start)
 
 
 def _circle(layer: Any, maps: list[LatticeMap], shape: Shape) -> Shape:
@@ -135,7 +135,7 @@ def potential_step(layer: _PotentialStep, shape: Shape) -> float:
     return residual_bound(first.identity(), first, second, _circle(layer, [first, second], shape))
 
 
-def _maps(layer: Any, *ways: Application) -> list[LatticeMap]:
+def _maps(layer: Any, *ways: Convolution) -> list[LatticeMap]:
     """The kernels of a block as the forward pass uses them."""
     kernels = unpack(used_weight(layer), layer._kernel_shapes)
     return [_on_lattice(way, kernel) for way, kernel in zip(ways, kernels, strict=True)]
