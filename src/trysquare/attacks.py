@@ -26,12 +26,11 @@ from trysquare.certification import (
     evaluating,
     pairs,
     prepared,
-    require_dense,
-    require_plain_module,
 )
 from trysquare.export import with_fixed_weights
 from trysquare.files import or_infinite, without_infinities
 from trysquare.lipschitz import input_like
+from trysquare.lipschitz.shadow import require_dense, require_plain_module
 from trysquare.naming import shown
 from trysquare.progress import track
 

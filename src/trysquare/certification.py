@@ -17,7 +17,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -30,7 +30,7 @@ from trysquare.files import or_infinite, without_infinities
 from trysquare.linalg.precision import autocast_dtype
 from trysquare.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.lipschitz import Analysis, ExactEvaluation, analyse, input_like
-from trysquare.lipschitz.shadow import BATCH
+from trysquare.lipschitz.shadow import BATCH, require_dense, require_plain_module
 from trysquare.losses import check_batch
 from trysquare.naming import shown
 from trysquare.operators import checked_weight, used_weight
@@ -121,42 +121,6 @@ def checked_number(name: str, value: Any) -> float:
             f"{name}={shown(value)} must be a number, at least 0 and at most {sys.float_info.max:.2g} or inf"
         )
     return number
-
-
-def require_dense(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor whose numbers are not there to be read.
-
-    Raises:
-        ValueError: if it is on the meta device, sparse, nested or in a layout of its own.
-    """
-    if tensor.is_nested:
-        raise ValueError(f"{name}: found a nested tensor, which has no shape; stack its parts, or pad them")
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{name}: found a tensor of layout {tensor.layout}; give a dense one, {name}.to_dense()")
-    if tensor.is_meta:
-        raise ValueError(f"{name}: found a tensor on the meta device, which holds no numbers; give one that does")
-
-
-def require_plain_module(model: Any) -> None:
-    """Refuse what cannot be followed call by call.
-
-    Raises:
-        TypeError: if it is no module, or a part of it is a program of TorchScript.
-        ValueError: if its weights are on the meta device.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}: put a function in a module")
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            where = f"{name!r} of the model" if name else "the model"
-            raise TypeError(
-                f"{where} is scripted or traced by torch.jit, which cannot be followed: give the module itself"
-            )
-    for name, weight in (*model.named_parameters(), *model.named_buffers()):
-        if weight.is_meta:
-            raise ValueError(
-                f"{name!r} of the model is on the meta device, which holds no numbers: load the weights first"
-            )
 
 
 def _checked_errors(error: float | Tensor, samples: int) -> Tensor:
@@ -488,7 +452,8 @@ def _checked_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode; afterwards each module is in the mode that it was in."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    with suppress(NotImplementedError):  # of torch.export, whose modules have no modes
+        model.eval()
     try:
         yield
     finally:

@@ -46,3 +46,28 @@ def test_pruned_layers_are_copied():
     found = ts.lipschitz_lower_bound(layer, torch.randn(1, 4), power_steps=100)
     assert found == pytest.approx(norm, rel=1e-6)
     assert ts.audit(layer, (4,)).bound >= norm
+
+
+class Raising(nn.Module):
+    def forward(self, x):
+        raise KeyError("a")
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (torch.jit.script(nn.Linear(4, 3)), torch.randn(2, 4)),
+        (nn.Linear(4, 3), torch.randn(2, 4, device="meta")),
+        (nn.Linear(4, 3), torch.randn(2, 4).to_sparse()),
+        (Raising(), torch.randn(2, 4)),
+    ],
+)
+def test_what_has_no_slope_says_why(model, inputs):
+    with pytest.raises((TypeError, ValueError), match=r"jit|meta|dense|differentiated"):
+        ts.lipschitz_lower_bound(model, inputs)
+
+
+def test_inputs_beyond_reason_are_refused():
+    for shape in ((1, 10**9, 10**9), (1, 10**5, 10**5)):
+        with pytest.raises(ValueError, match="too many to follow"):
+            ts.lipschitz_bound(nn.Conv2d(1, 1, 3), shape)

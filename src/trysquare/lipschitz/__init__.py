@@ -31,6 +31,7 @@ from trysquare.lipschitz.shadow import (
 )
 from trysquare.lipschitz.trace import Calls, Graph, Node, Tracer, Value
 from trysquare.lipschitz.walk import Walk
+from trysquare.naming import shown
 
 __all__ = [
     "Analysis",
@@ -44,6 +45,8 @@ __all__ = [
 ]
 
 InputShape = Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Sequence[int]]
+# Numbers of one input, each of which has a label and a weight.
+_LARGEST_INPUT = 1 << 26
 # Samples of the batch on which the model and its trace are compared.
 _OTHER_BATCH = 3
 
@@ -223,6 +226,11 @@ def _checked_shape(shape: Any, given: Any) -> Shape:
         raise ValueError(
             f"input_shape={given!r} must be positive integers, one input without the batch, or a list or dictionary of "
             "such shapes"
+        )
+    if math.prod(sizes) > _LARGEST_INPUT:
+        raise ValueError(
+            f"input_shape={shown(sizes)} has more than {_LARGEST_INPUT} numbers, too many to follow one by one: "
+            "trysquare.spectral_norm_bound(layer), without a shape, bounds a layer for every size at once"
         )
     return sizes
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.export import with_fixed_weights
+from trysquare.lipschitz.shadow import require_dense, require_plain_module
 from trysquare.progress import track
 
 # Half the distance of the two points whose images confirm a slope, in multiples of the norm of the input plus 1: the
@@ -54,8 +55,7 @@ def lipschitz_lower_bound(
     >>> 0.9 < lipschitz_lower_bound(model, torch.randn(2, 4, 8, 8)) < 1.001
     True
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}: put a function in a module")
+    require_plain_module(model)
     _check_inputs(inputs)
     # Responses are no fixed weights: they are rebuilt in float64, which moves the value by their float32 rounding.
     with _without_history(model):
@@ -68,7 +68,7 @@ def lipschitz_lower_bound(
             jacobian = _Jacobian(plain, x)
             direction = jacobian.most_amplified(direction, power_steps)
             best = max(best, _slope(exact, x.double(), direction.double(), best))
-        except (RuntimeError, IndexError, TypeError) as error:  # whatever the model raises
+        except Exception as error:  # whatever the model raises
             shape = tuple(inputs.shape[1:])
             raise ValueError(
                 f"{type(model).__name__} cannot be differentiated, or computed in float64, on inputs of shape {shape}: "
@@ -87,6 +87,7 @@ def _check_inputs(inputs: Tensor) -> None:
         )
     if inputs.ndim < 2 or not len(inputs):
         raise ValueError(f"inputs of shape {tuple(inputs.shape)} must be a batch of at least one sample")
+    require_dense("inputs", inputs)
     if not inputs.is_floating_point():
         raise ValueError(f"inputs must be floating point numbers, not {_kind(inputs)}: others have no slope")
     if not bool(inputs.isfinite().all()):

@@ -792,6 +792,42 @@ def _own_weight(module: nn.Module) -> Tensor | None:
     return module._parameters.get("weight")
 
 
+def require_dense(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor whose numbers are not there to be read.
+
+    Raises:
+        ValueError: if it is on the meta device, sparse, nested or in a layout of its own.
+    """
+    if tensor.is_nested:
+        raise ValueError(f"{name}: found a nested tensor, which has no shape; stack its parts, or pad them")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name}: found a tensor of layout {tensor.layout}; give a dense one, {name}.to_dense()")
+    if tensor.is_meta:
+        raise ValueError(f"{name}: found a tensor on the meta device, which holds no numbers; give one that does")
+
+
+def require_plain_module(model: Any) -> None:
+    """Refuse what cannot be followed call by call.
+
+    Raises:
+        TypeError: if it is no module, or a part of it is a program of TorchScript.
+        ValueError: if its weights are on the meta device.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}: put a function in a module")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"{name!r} of the model" if name else "the model"
+            raise TypeError(
+                f"{where} is scripted or traced by torch.jit, which cannot be followed: give the module itself"
+            )
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        if weight.is_meta:
+            raise ValueError(
+                f"{name!r} of the model is on the meta device, which holds no numbers: load the weights first"
+            )
+
+
 def refuse_unreadable(model: nn.Module) -> None:
     """Refuse tensors without numbers, and training mode where it makes a difference.
 
