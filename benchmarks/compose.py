@@ -12,8 +12,8 @@ from torch import Tensor
 
 from benchmarks.measure import interleaved, ratio
 from benchmarks.report import Part, Table, milliseconds, times
-from trysquare.linalg import compose
-from trysquare.linalg.kernels import compose_by_convolution, compose_by_taps
+from trysquare.nn.linalg import compose
+from trysquare.nn.linalg.kernels import compose_by_convolution, compose_by_taps
 
 SHAPES = (
     (16, (3, 3), (3, 3)),

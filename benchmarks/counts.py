@@ -20,7 +20,7 @@ import trysquare as ts
 from benchmarks import results
 from benchmarks.measure import Call, aten_calls, flops, saved_bytes, weight_gradient, weight_of, written_bytes
 from benchmarks.report import Part, Table
-from trysquare.linalg.fourier import RESPONSES
+from trysquare.nn.linalg.fourier import RESPONSES
 from trysquare.progress import track
 
 RECORDED = results.ROOT / "tests" / "benchmarks" / "counts.json"

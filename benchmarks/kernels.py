@@ -22,7 +22,7 @@ import trysquare as ts
 from benchmarks import peers
 from benchmarks.measure import Call, Samples, aten_calls, flops, interleaved, ratio, saved_bytes, weight_gradient
 from benchmarks.report import Part, Table, better_peer, megabytes, milliseconds, times
-from trysquare.linalg import projectors
+from trysquare.nn.linalg import projectors
 
 SQUARE = ((64, 3), (128, 3), (128, 5), (256, 3), (512, 3))
 KEPT = (64, 128, 192, 256, 384, 512)

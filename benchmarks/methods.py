@@ -45,7 +45,7 @@ from benchmarks.report import (
 )
 from benchmarks.steps import evaluation
 from benchmarks.training import Run, Task, trained
-from trysquare.linalg.fourier import RESPONSES
+from trysquare.nn.linalg.fourier import RESPONSES
 
 PEERS = {"orthogonium aoc": peers.aoc, "orthogonium aol": peers.aol}
 NETWORK = "bcop-small"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import trysquare as ts
 from benchmarks import peers
 from benchmarks.peers import Make
-from trysquare.layers.convolution import circular_convolution
+from trysquare.nn.layers.convolution import circular_convolution
 
 
 class Case(NamedTuple):

@@ -28,11 +28,11 @@ from benchmarks.networks import exchange
 from benchmarks.options import amount, cifar10
 from benchmarks.report import CERTIFIED, Part, Plot, absent, accuracy_table, better_trained, failures
 from benchmarks.training import Task, certificate
+from trysquare.lab.training import build
+from trysquare.lab.training.distribution import World
+from trysquare.lab.training.recipe import Recipe
+from trysquare.lab.training.step import Gradients
 from trysquare.progress import track
-from trysquare.training import build
-from trysquare.training.distribution import World
-from trysquare.training.recipe import Recipe
-from trysquare.training.step import Gradients
 
 LIBRARIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "trysquare": lambda model: model,

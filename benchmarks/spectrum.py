@@ -26,8 +26,8 @@ import trysquare as ts
 from benchmarks import peers
 from benchmarks.measure import interleaved
 from benchmarks.report import NOISE, Part, Table
-from trysquare.linalg.bounds import circular_gram_bound, kernel_gram_bound
-from trysquare.linalg.spectrum import polyphase
+from trysquare.nn.linalg.bounds import circular_gram_bound, kernel_gram_bound
+from trysquare.nn.linalg.spectrum import polyphase
 
 Layer = tuple[str, nn.Conv2d, int]
 # How far the true norm itself may be off.

@@ -9,7 +9,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.lipschitz.zoo import ZOO  # noqa: E402
+from tests.verify.lipschitz.zoo import ZOO  # noqa: E402
 
 import trysquare as ts  # noqa: E402
 

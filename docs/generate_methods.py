@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import trysquare as ts
-from trysquare.linalg.fourier import RESPONSES
+from trysquare.nn.linalg.fourier import RESPONSES
 
 TARGET = Path(__file__).parent / "methods.md"
 PLAIN = {1: ts.OrthoConv1d, 2: ts.OrthoConv2d, 3: ts.OrthoConv3d}

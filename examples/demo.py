@@ -9,9 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-from trysquare.cli import main
-from trysquare.training import load_run
-from trysquare.training.results import summary
+from trysquare.lab.cli import main
+from trysquare.lab.training import load_run
+from trysquare.lab.training.results import summary
 
 
 def run(*command: str) -> float:
@@ -37,7 +37,7 @@ def demo(folder: str) -> None:
     seconds["certify"] = run("certify", folder)
     seconds["attack"] = run("attack", folder)
     seconds["audit"] = run("audit", folder)
-    if importlib.util.find_spec("trysquare.report"):
+    if importlib.util.find_spec("trysquare.lab.report"):
         seconds["report"] = run("report", folder)
     seconds["export"] = run("export", folder, "--format", "torch")
     found = json.loads((Path(folder) / "attack.json").read_text())

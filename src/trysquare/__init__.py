@@ -1,11 +1,10 @@
 """Orthogonal and 1-Lipschitz layers for PyTorch: exact, fast and easy to check."""
 
-from trysquare import attacks, data, linalg, lipschitz, losses, models, training
-from trysquare.auditing import AuditReport, audit
-from trysquare.certification import Certificate, certified_radius, certify
-from trysquare.checkpoint import load_model, save_checkpoint
-from trysquare.export import to_torch
-from trysquare.layers import (
+from trysquare.lab import data, models, training
+from trysquare.lab.checkpoint import load_model, save_checkpoint
+from trysquare.nn import linalg, losses
+from trysquare.nn.export import to_torch
+from trysquare.nn.layers import (
     Abs,
     BatchCentering,
     ChannelShuffle,
@@ -92,11 +91,14 @@ from trysquare.layers import (
     SLLLinear,
     UnitNormLinear,
 )
-from trysquare.lipschitz import lipschitz_bound, lipschitz_lower_bound
-from trysquare.losses import margin_for_radius
-from trysquare.optim import ProjUNN
-from trysquare.parametrizations import METHODS
-from trysquare.spectrum import extreme_singular_values, singular_values, spectral_norm_bound
+from trysquare.nn.losses import margin_for_radius
+from trysquare.nn.optim import ProjUNN
+from trysquare.nn.parametrizations import METHODS
+from trysquare.verify import attacks, lipschitz
+from trysquare.verify.auditing import AuditReport, audit
+from trysquare.verify.certification import Certificate, certified_radius, certify
+from trysquare.verify.lipschitz import lipschitz_bound, lipschitz_lower_bound
+from trysquare.verify.spectrum import extreme_singular_values, singular_values, spectral_norm_bound
 
 __version__ = "0.1.0"
 

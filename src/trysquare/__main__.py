@@ -2,7 +2,7 @@
 
 import sys
 
-from trysquare.cli import main
+from trysquare.lab.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

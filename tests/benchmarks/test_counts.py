@@ -10,7 +10,7 @@ from benchmarks.networks import NETWORKS, REFERENCE, build
 from benchmarks.steps import evaluation, images
 
 from benchmarks import results
-from trysquare.linalg import projectors
+from trysquare.nn.linalg import projectors
 
 CONSTRAINT = (results.ROOT / "constraints.txt").read_text().strip().removeprefix("torch==")
 HOW = "if the growth is meant, run python -m benchmarks counts --record"

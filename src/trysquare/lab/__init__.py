@@ -1,0 +1,1 @@
+"""What people run: data, models, recipes, training, reports and the command line."""

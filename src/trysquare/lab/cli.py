@@ -1,0 +1,311 @@
+"""The command line: parse, call, print."""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trysquare.files import check_writable, replacing
+from trysquare.lab import training
+from trysquare.lab.checkpoint import load_model
+from trysquare.lab.plotting import check_picture, plot_spectra
+from trysquare.lab.report import recipe_images, write_report
+from trysquare.lab.training.values import quotient
+from trysquare.naming import shown
+from trysquare.nn.export import FORMATS
+from trysquare.verify.auditing import audit
+
+Overrides = Mapping[str, Any]
+
+_FAILED, _INTERRUPTED, _ENDED_EARLY = 1, 130, 141
+# What is written where a terminal has no such letters: one for each, so that tables stay tables.
+_PLAIN = {"σ": "s", "√": "r", "≤": "<", "≥": ">", "×": "x", "±": "~", "·": "*", "…": ".", "→": ">"}
+# Of the recipe of a run that is there already.
+_MOVED = ("data.root",)
+_AFTERWARDS = (*_MOVED, "data.workers", "evaluate.batch_size")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``trysquare`` with the given arguments; the exit code: 1 after an error, 130 after an interrupt."""
+    _take_any_streams()
+    try:
+        left, overrides = training.split_overrides(sys.argv[1:] if arguments is None else arguments)
+        options = _parser().parse_args(left)
+        _require_taken(options, overrides)
+        options.run(options, overrides)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read has seen enough, as with ``| head -1``
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _ENDED_EARLY
+    except training.StoppedError as stopped:
+        return _fail(str(stopped), _INTERRUPTED)
+    except KeyboardInterrupt:
+        return _fail("interrupted", _INTERRUPTED)
+    except (ValueError, TypeError, OSError, ImportError, ArithmeticError, AssertionError) as error:
+        return _fail(str(error), _FAILED)
+    except Exception as error:  # of somebody else's model, so the type is part of what happened
+        return _fail(f"{type(error).__name__}: {error}", _FAILED)
+    return 0
+
+
+def _plainly(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(_PLAIN.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
+
+
+def _take_any_streams() -> None:
+    """Write plain letters where the terminal, or the file that output goes to, has no others.
+
+    A stream that was closed (``>&-``) is ``None``: what is written to it is dropped, as with ``/dev/null``.
+    """
+    codecs.register_error("trysquare", _plainly)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open as long as the process
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="trysquare")
+
+
+def _require_taken(options: argparse.Namespace, overrides: Overrides) -> None:
+    """Refuse overrides that the command would not look at."""
+    alone = getattr(options, "input_shape", None) is not None  # an audit that asks no recipe
+    command, taken = f"{options.command} with --input-shape" if alone else options.command, options.overrides
+    for key in overrides:
+        if alone or not (taken is None or key in taken):
+            what = "it takes none" if alone or not taken else f"what it takes: --{', --'.join(taken)}"
+            raise ValueError(f"{command} does not take --{key}; {what}")
+
+
+def _fail(message: str, code: int) -> int:
+    """Say on one line what failed; of several processes, the first does."""
+    if training.first_to_fail():
+        print(f"trysquare: {_brief(message)}", file=sys.stderr)
+    return code
+
+
+# Of a word (a path may be long) and of a whole message; of what is longer, so many letters are kept at either end.
+_LONGEST_WORD, _KEPT_OF_WORD = 400, 60
+_LONGEST_MESSAGE, _KEPT_OF_MESSAGE = 2000, 900
+
+
+def _brief(message: str) -> str:
+    """A message on one line, without the middle of what is too long to be read."""
+    words = (_cut(word, _LONGEST_WORD, _KEPT_OF_WORD) for word in message.split())
+    return _cut(" ".join(words), _LONGEST_MESSAGE, _KEPT_OF_MESSAGE)
+
+
+def _cut(text: str, longest: int, kept: int) -> str:
+    return text if len(text) <= longest else f"{text[:kept]}...{text[-kept:]} ({len(text)} letters)"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Argparse, which quotes arguments whole however long they are."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong with the arguments, and exit."""
+        super().error(_brief(message))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="trysquare", description="Orthogonal and 1-Lipschitz networks.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _command(commands, "recipes", _recipes, "list the recipes of the package")
+    _add_train(commands)
+    _add_certify(commands)
+    _add_attack(commands)
+    _add_audit(commands)
+    _add_export(commands)
+    _add_run(_command(commands, "report", _report, "write a run as one HTML page with pictures", _MOVED))
+    return parser
+
+
+def _command(
+    commands: Any,
+    name: str,
+    run: Callable[..., None],
+    summary: str,
+    overrides: Sequence[str] | None = (),
+    **more: Any,
+) -> argparse.ArgumentParser:
+    """A command, and the overrides of a recipe that it takes: these, or all (``None``)."""
+    command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary, **more)
+    command.set_defaults(run=run, overrides=overrides)
+    return command
+
+
+def _add_train(commands: Any) -> None:
+    command = _command(
+        commands, "train", _train, "train by a recipe", None,
+        epilog="Values of the recipe are overridden by name: --data.root DIR --train.epochs 20 --optimizer.lr 0.01",
+    )  # fmt: skip
+    command.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a recipe, or a YAML file; default digits")
+    command.add_argument("--out", type=Path, metavar="DIR", help="directory of the run; default runs/RECIPE-DATE-TIME")
+    command.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in this directory")
+
+
+def _add_certify(commands: Any) -> None:
+    command = _command(commands, "certify", _certify, "certify the test images of a run", _AFTERWARDS)
+    _add_run(command)
+    _add_samples(command)
+
+
+def _add_attack(commands: Any) -> None:
+    summary = "attack the test images of a run, inside of certified radii too"
+    command = _command(commands, "attack", _attack, summary, _AFTERWARDS)
+    _add_run(command)
+    command.add_argument("--attack", choices=list(training.ATTACKS), default="pgd", help="default pgd")
+    _add_samples(command)
+
+
+def _add_audit(commands: Any) -> None:
+    summary = "check a network layer by layer, and bound its Lipschitz constant"
+    command = _command(commands, "audit", _audit, summary, _AFTERWARDS)
+    command.add_argument("model", metavar="MODEL", help="directory of a run, checkpoint, or package.module:factory")
+    command.add_argument(
+        "--factory", metavar="MODULE:NAME", help="what makes the model of a checkpoint that is not ours"
+    )
+    command.add_argument("--input-shape", type=_shape, metavar="C,H,W", help="one input; a run knows its own")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="write the spectra as a picture")
+    command.add_argument(
+        "--spectra", action=argparse.BooleanOptionalAction, default=None,
+        help="every singular value of every layer; unless said otherwise for a run, whose report shows them",
+    )  # fmt: skip
+
+
+def _add_export(commands: Any) -> None:
+    summary = "write the model of a run as a file that needs nothing of ours"
+    command = _command(commands, "export", _export, summary, _AFTERWARDS)
+    _add_run(command)
+    command.add_argument("--format", choices=list(FORMATS), default="torch", help="default torch")
+
+
+def _add_run(command: argparse.ArgumentParser) -> None:
+    command.add_argument("path", type=Path, metavar="RUN", help="directory of the run")
+    command.epilog = "Data that has moved since: --data.root DIR"
+
+
+def _add_samples(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--samples", type=int, metavar="N", help="images, evenly spread; default all")
+    command.add_argument("--epsilons", type=_radius, nargs="+", metavar="R", help="radii, such as 0.5 or 36/255")
+
+
+# Of one input: more of either is beyond torch, or beyond any memory.
+_MOST_AXES, _LARGEST_INPUT = 32, 2**31
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} must be positive integers separated by commas, such as 3,32,32"
+        )
+    if len(shape) > _MOST_AXES or math.prod(shape) > _LARGEST_INPUT:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} must be at most {_MOST_AXES} axes and {_LARGEST_INPUT} numbers, one input without the batch"
+        )
+    return shape
+
+
+def _radius(text: str) -> float:
+    try:
+        radius = quotient(text)
+    except (ValueError, ZeroDivisionError):
+        radius = math.nan
+    if not 0 <= radius < math.inf:
+        raise argparse.ArgumentTypeError(f"{shown(text)} must be a radius, such as 0.5 or 36/255")
+    return radius
+
+
+def _recipes(options: argparse.Namespace, overrides: Overrides) -> None:
+    found = training.recipes()
+    width = max(map(len, found))
+    for name, summary in found.items():
+        print(f"{name:<{width}}  {summary}")
+
+
+def _train(options: argparse.Namespace, overrides: Overrides) -> None:
+    if options.resume is None:
+        run = training.train(training.read_recipe(options.recipe or "digits", overrides), options.out)
+    elif options.recipe or options.out:
+        raise ValueError("--resume takes recipe and directory from the run: leave out RECIPE and --out")
+    else:
+        run = training.resume(options.resume, overrides)
+    if training.leads():
+        print(run.path)
+
+
+def _certify(options: argparse.Namespace, overrides: Overrides) -> None:
+    run = training.load_run(options.path, overrides)
+    training.certify_run(run, samples=options.samples, epsilons=options.epsilons, show=_show)
+    print(f"written to {run.path / 'certificate.json'}")
+
+
+def _attack(options: argparse.Namespace, overrides: Overrides) -> None:
+    run = training.load_run(options.path, overrides)
+    report = training.attack_run(
+        run, attack=options.attack, samples=options.samples, epsilons=options.epsilons, show=_show
+    )
+    print(f"written to {run.path / 'attack.json'}")
+    report.check()
+
+
+def _audit(options: argparse.Namespace, overrides: Overrides) -> None:
+    if options.json is not None:
+        check_writable(options.json)
+    if options.plot is not None:
+        check_picture(options.plot)
+    spectra = options.input_shape is None if options.spectra is None else options.spectra
+    spectra = spectra or options.plot is not None
+    if options.input_shape is None:
+        if options.factory is not None:
+            raise ValueError(
+                "--factory is for a checkpoint: say the shape of its inputs too, such as --input-shape 3,32,32"
+            )
+        if not Path(options.model).is_dir():
+            raise ValueError(
+                f"{options.model} is not the directory of a run: say the shape of its inputs, such as "
+                "--input-shape 3,32,32"
+            )
+        report = training.audit_run(training.load_run(options.model, overrides), spectra=spectra, show=_show)
+    else:
+        report = audit(load_model(options.model, options.factory), options.input_shape, spectra=spectra)
+        _show(report)
+    if options.json is not None:
+        with replacing(options.json) as file:
+            file.write(f"{report.to_json()}\n".encode())
+    if options.plot is not None:
+        plot_spectra(report, options.plot)
+
+
+def _report(options: argparse.Namespace, overrides: Overrides) -> None:
+    images, why = recipe_images(options.path, overrides.get("data.root"))
+    print(write_report(options.path, images, why_no_images=why))
+
+
+def _export(options: argparse.Namespace, overrides: Overrides) -> None:
+    path, difference = training.export_run(training.load_run(options.path, overrides), options.format)
+    print(f"{path}\nread back and compared: outputs differ by at most {difference:.1e}")
+
+
+def _show(report: object) -> None:
+    """A table with colours where ``rich`` is installed and somebody looks, plain text otherwise."""
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+        except ImportError:
+            pass
+        else:
+            Console().print(report)
+            return
+    print(report)

@@ -1,0 +1,109 @@
+"""Read arrays, lists, strings and numbers from a pickle without running what it names.
+
+A pickle is a program: it may call whatever it can name. Here it can name what numpy writes for an array, its dtype, and
+the encoding by which Python 3 writes bytes into old pickles; for each it gets a stand-in of ours.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trysquare.files import read_file
+from trysquare.lab.pickles import refuse_bombs
+
+
+class _Dtype:
+    """Stand-in of ``numpy.dtype``: its code, such as ``u1``."""
+
+    def __init__(self, code: str | bytes, *_: object) -> None:
+        self.code = code.decode("ascii") if isinstance(code, bytes) else code
+
+    def __setstate__(self, state: object) -> None:
+        """Byte order and alignment: nothing to say for the single bytes that are accepted."""
+
+
+class _Array:
+    """Stand-in of ``numpy.ndarray``, filled by the state that follows in the pickle."""
+
+    values: np.ndarray[Any, Any] | None = None
+
+    def __setstate__(self, state: tuple[int, tuple[int, ...], _Dtype, bool, bytes]) -> None:
+        _, shape, dtype, column_major, content = state
+        whole = isinstance(shape, tuple) and all(type(size) is int and 0 <= size < 2**40 for size in shape)
+        if (
+            not whole
+            or len(shape) > 8
+            or not isinstance(dtype, _Dtype)
+            or not isinstance(content, bytes | bytearray | memoryview)
+        ):
+            raise pickle.UnpicklingError("expected the shape, type and bytes of an array, found something else")
+        if dtype.code != "u1" or len(content) != math.prod(shape):
+            found = f"{len(content)} of type {dtype.code:.20}"
+            raise pickle.UnpicklingError(f"expected {math.prod(shape)} unsigned bytes for shape {shape}, found {found}")
+        order = "F" if column_major else "C"
+        self.values = np.frombuffer(content, np.uint8).reshape(shape, order=order)  # type: ignore[call-overload]
+
+
+def _reconstruct(*_: object) -> _Array:
+    return _Array()
+
+
+def _from_buffer(content: bytes, dtype: _Dtype, shape: tuple[int, ...], order: str) -> _Array:
+    array = _Array()
+    array.__setstate__((1, shape, dtype, order == "F", content))
+    return array
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"expected bytes written as latin1, found {encoding!r}")
+    return text.encode("latin1")
+
+
+_STAND_INS = {
+    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy.core.numeric", "_frombuffer"): _from_buffer,
+    ("numpy._core.numeric", "_frombuffer"): _from_buffer,
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _Dtype,
+    ("_codecs", "encode"): _encode,
+}
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _STAND_INS:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no image file needs; nothing was run")
+        return _STAND_INS[module, name]
+
+
+def read_pickled_dict(path: Path) -> dict[str, Any]:
+    """The dictionary in a pickle, with text keys; arrays are of unsigned bytes.
+
+    Raises:
+        ValueError: if the file is damaged, holds something else, or names anything but numpy's arrays. Nothing that it
+            names is run.
+    """
+    try:
+        program = read_file(path)
+        refuse_bombs(program)
+        content = _Reader(io.BytesIO(program), encoding="bytes").load()
+    except Exception as error:  # a damaged pickle fails in every way that there is
+        reason = str(error) or type(error).__name__
+        raise ValueError(
+            f"{path}: expected a pickle of arrays and lists, found one that cannot be read: {reason}"
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(key, bytes | str) for key in content):
+        raise ValueError(f"{path}: expected a pickled dictionary with names as keys, found {type(content).__name__}")
+    return {_text(key): value.values if isinstance(value, _Array) else value for key, value in content.items()}
+
+
+def _text(key: object) -> str:
+    return key.decode("latin1") if isinstance(key, bytes) else str(key)

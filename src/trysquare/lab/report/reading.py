@@ -1,0 +1,260 @@
+"""What is in a run directory. A damaged file is named, with what was expected of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trysquare.files import DIGEST, read_file, sha256
+from trysquare.lab.checkpoint import MODEL_FILES, read_checkpoint
+from trysquare.lab.training.library import refuse_bombs
+from trysquare.verify.attacks import AttackReport
+from trysquare.verify.auditing import AuditReport
+from trysquare.verify.certification import Certificate
+
+T = TypeVar("T")
+
+KINDS = ("train", "evaluation")
+# What is known about a model, and the command that finds it out.
+COMMANDS = {"certificate": "certify", "attack": "attack", "audit": "audit"}
+_DAMAGE = (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line of the metrics.
+
+    Attributes:
+        kind: ``"train"`` or ``"evaluation"``.
+        step: optimizer steps until then.
+        values: the numbers of the line by name, those that are none or not finite left out.
+        certified: certified accuracy by radius.
+    """
+
+    kind: str
+    step: float
+    values: Mapping[str, float]
+    certified: Mapping[float, float]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory, read.
+
+    Attributes:
+        path: the directory.
+        recipe: text of the resolved recipe.
+        sections: the recipe itself.
+        versions: of everything used.
+        metrics: in the order in which they were written.
+        parameters: of the model.
+        certificate: of the model on the test data.
+        attack: ``None`` if there is none yet, as with ``audit``.
+        audit: layer by layer.
+        outdated: what the report shows of other weights than those of the model: ``"certificate"``, ``"attack"`` or
+            ``"audit"``.
+    """
+
+    path: Path
+    recipe: str
+    sections: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    metrics: tuple[Record, ...]
+    parameters: int
+    certificate: Certificate
+    attack: AttackReport | None
+    audit: AuditReport | None
+    outdated: tuple[str, ...]
+
+    def command(self, name: str) -> str:
+        """What to type to have this done to the run."""
+        return f"trysquare {name} {shlex.quote(str(self.path))}"
+
+    def setting(self, section: str, key: str) -> Any:
+        """A value of the recipe; ``None`` if it is not there."""
+        part = self.sections.get(section)
+        return part.get(key) if isinstance(part, dict) else None
+
+
+def read_run(path: Path) -> Run:
+    """All files of a run.
+
+    Raises:
+        ValueError: if one is missing that must be there, or is damaged.
+    """
+    if not path.is_dir():
+        raise ValueError(f"{path}: expected the directory of a run, found none")
+    recipe, sections = read_recipe(path)
+    return Run(
+        path,
+        recipe,
+        sections,
+        _read(path / "versions.json", "a JSON object of versions", _object),
+        _read(path / "metrics.jsonl", "a JSON object with kind and step on each line", _metrics),
+        _parameters(_model(path)),
+        _read(path / "certificate.json", "a certificate", _certificate, f"trysquare certify {path}"),
+        _optional(path / "attack.json", "an attack report", _attack),
+        _optional(path / "audit.json", "an audit", _audit),
+        _outdated(path),
+    )
+
+
+def read_recipe(path: Path) -> tuple[str, Mapping[str, Any]]:
+    """Text and sections of the recipe of a run.
+
+    Raises:
+        ValueError: if it is missing or damaged, or pyyaml is not installed.
+    """
+    try:
+        import yaml  # type: ignore[import-untyped, unused-ignore]
+    except ImportError as error:
+        raise ValueError("a recipe is YAML: pip install 'trysquare[train]' reads it") from error
+
+    def parsed(text: str) -> tuple[str, Mapping[str, Any]]:
+        try:
+            refuse_bombs(text)
+            return text, _mapping(yaml.safe_load(text))
+        except yaml.YAMLError as error:
+            raise ValueError(error) from error
+
+    return _read(path / "recipe.yaml", "a recipe: YAML with named sections", parsed)
+
+
+def _outdated(path: Path) -> tuple[str, ...]:
+    """Files that name the digest of another model; one without was not written by a command, and is believed."""
+    digest = sha256(_model(path))
+    files = {name: path / f"{name}.json" for name in COMMANDS}
+    about = {name: json.loads(read_file(file)).get(DIGEST, digest) for name, file in files.items() if file.is_file()}
+    return tuple(name for name, found in about.items() if found != digest)
+
+
+def _optional(path: Path, expected: str, parse: Callable[[str], T]) -> T | None:
+    return _read(path, expected, parse) if path.exists() else None
+
+
+def _read(path: Path, expected: str, parse: Callable[[str], T], maker: str = "trysquare train") -> T:
+    try:
+        return parse(read_file(_present(path, maker)).decode("utf-8"))
+    except _MissingError:
+        raise
+    except _DAMAGE as error:
+        raise ValueError(f"{path}: expected {expected}, found something else ({_brief(error)})") from error
+
+
+class _MissingError(ValueError):
+    """A file that is not there."""
+
+
+def _present(path: Path, maker: str) -> Path:
+    if not path.is_file():
+        raise _MissingError(f"{path}: expected this file, found none; {maker} writes it")
+    return path
+
+
+def _brief(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:300]} …"
+
+
+def _object(text: str) -> Mapping[str, Any]:
+    return _mapping(json.loads(text))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ValueError(f"{type(value).__name__} where names with values should be")
+    return value
+
+
+def _model(path: Path) -> Path:
+    found = next((path / name for name in MODEL_FILES if (path / name).is_file()), path / MODEL_FILES[0])
+    return _present(found, "trysquare train")
+
+
+def _parameters(path: Path) -> int:
+    try:
+        return int(read_checkpoint(path)["parameters"])
+    except ValueError as error:
+        raise ValueError(f"{path}: expected a checkpoint of a model, found something else ({_brief(error)})") from error
+
+
+def _certificate(text: str) -> Certificate:
+    certificate = Certificate.from_json(text)
+    shapes = {tuple(values.shape) for values in (certificate.radii, certificate.predictions, certificate.labels)}
+    if len(shapes) != 1 or len(shapes.pop()) != 1 or not len(certificate.radii):
+        raise ValueError("radii, predictions and labels must be lists of one length, not empty")
+    if not bool((certificate.radii >= 0).all()) or int(certificate.labels.min()) < 0:
+        raise ValueError("a radius or a label is negative or not a number")
+    errors = (certificate.evaluation_error, certificate.rounding)
+    if not certificate.lipschitz >= 0 or not all(0 <= error < math.inf for error in errors):
+        raise ValueError("lipschitz, evaluation_error and rounding must be numbers, at least 0")
+    if not certificate.epsilons or not all(0 <= epsilon < math.inf for epsilon in certificate.epsilons):
+        raise ValueError("epsilons must be finite radii, at least one")
+    return certificate
+
+
+def _attack(text: str) -> AttackReport:
+    attack = AttackReport.from_json(text)
+    if not all(0 <= share <= 1 for share in (*attack.certified, *attack.attacked, attack.clean)):
+        raise ValueError("an accuracy is not from 0 to 1")
+    if not all(0 <= epsilon < math.inf for epsilon in attack.epsilons):
+        raise ValueError("epsilons must be finite radii")
+    return attack
+
+
+def _audit(text: str) -> AuditReport:
+    audit = AuditReport.from_json(text)
+    values = [audit.bound, audit.lower_bound]
+    for layer in audit.layers:
+        values += [layer.smallest, layer.largest, layer.bound, layer.bound_so_far, *(layer.spectrum or ())]
+    if not all(value is None or value >= 0 for value in values):
+        raise ValueError("a bound or a singular value is negative or not a number")
+    return audit
+
+
+def _metrics(text: str) -> tuple[Record, ...]:
+    records: list[Record] = []
+    for record in _records(text):
+        # A run that was interrupted goes on from a checkpoint, and writes the steps after it again.
+        if records and records[-1].step > record.step:
+            records = [earlier for earlier in records if earlier.step < record.step]
+        records.append(record)
+    return tuple(records)
+
+
+def _records(text: str) -> Iterator[Record]:
+    lines = text.split("\n")
+    for place, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            yield _record(_object(line))
+        except _DAMAGE as error:
+            if place == len(lines) - 1:  # without its end: it is being written, or a crash cut it off
+                return
+            raise ValueError(f"line {place + 1}: {_brief(error)}") from error
+
+
+def _record(content: Mapping[str, Any]) -> Record:
+    kind, step = content.get("kind"), _finite(content.get("step"))
+    if kind not in KINDS or step is None:
+        raise ValueError(f"kind {kind!r} must be one of {KINDS}, and step {content.get('step')!r} a number")
+    values = {name: found for name, value in content.items() if (found := _finite(value)) is not None}
+    certified = _mapping(content.get("certified") or {})
+    shares = {float(radius): found for radius, share in certified.items() if (found := _finite(share)) is not None}
+    if not all(0 <= radius < math.inf for radius in shares):
+        raise ValueError(f"certified at {sorted(certified)} must be at finite radii")
+    if not all(0 <= share <= 1 for share in (values.get("accuracy", 0), *shares.values())):
+        raise ValueError("an accuracy is not from 0 to 1")
+    return Record(kind, step, values, shares)
+
+
+def _finite(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,34 @@
+"""Training by recipes: from YAML to the directory of a run.
+
+>>> sorted(ts.training.recipes())[:3]
+['cifar10-accurate', 'cifar10-cpu', 'cifar10-robust']
+"""
+
+from trysquare.lab.training.distribution import first_to_fail, leads
+from trysquare.lab.training.library import read_recipe, recipes, split_overrides
+from trysquare.lab.training.loop import StoppedError, resume, train
+from trysquare.lab.training.optimizers import OPTIMIZERS
+from trysquare.lab.training.recipe import Recipe, resolve
+from trysquare.lab.training.results import ATTACKS, attack_run, audit_run, certify_run, export_run
+from trysquare.lab.training.run import Run, load_run
+
+__all__ = [
+    "ATTACKS",
+    "OPTIMIZERS",
+    "Recipe",
+    "Run",
+    "StoppedError",
+    "attack_run",
+    "audit_run",
+    "certify_run",
+    "export_run",
+    "first_to_fail",
+    "leads",
+    "load_run",
+    "read_recipe",
+    "recipes",
+    "resolve",
+    "resume",
+    "split_overrides",
+    "train",
+]

@@ -1,0 +1,305 @@
+"""The training loop: steps, evaluations, checkpoints, and what happens when something goes wrong."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from trysquare.lab.training.build import Parts, build_parts, radius_schedule
+from trysquare.lab.training.display import Display
+from trysquare.lab.training.distribution import joined
+from trysquare.lab.training.evaluation import Evaluation, evaluate, radius_key
+from trysquare.lab.training.recipe import Recipe
+from trysquare.lab.training.run import Run, load_run, starting
+from trysquare.lab.training.step import Gradients
+from trysquare.naming import shown
+from trysquare.nn.parametrizations.upkeep import continue_from, steps_taken
+
+# Of a recipe, when a run is resumed.
+_MAY_CHANGE = (
+    "train.epochs", "train.accumulate", "train.checkpoint_every", "train.device", "data.root", "data.workers",
+    "evaluate.every", "evaluate.batch_size", "evaluate.epsilons",
+)  # fmt: skip
+
+
+class StoppedError(Exception):
+    """A run that was asked to stop, and has written a checkpoint."""
+
+
+def train(recipe: Recipe, out: str | os.PathLike[str] | None = None, *, quiet: bool = False) -> Run:
+    """Train by a recipe.
+
+    Under ``torchrun`` each process calls this; the first of them writes.
+
+    Args:
+        recipe: from ``read_recipe`` or ``resolve``.
+        out: directory of the run; ``runs/NAME-DATE-TIME`` unless given.
+        quiet: show nothing.
+
+    Raises:
+        ValueError: if the data is missing or damaged, or the directory is in use.
+        OSError: if the directory cannot be written to.
+        FloatingPointError: if the loss or the gradient is not finite; the last checkpoint is from before that.
+        StoppedError: after SIGINT or SIGTERM.
+
+    >>> from tempfile import mkdtemp
+    >>> recipe = ts.training.read_recipe("digits", {"train.epochs": 1})
+    >>> run = ts.training.train(recipe, mkdtemp(), quiet=True)
+    >>> run.metrics()[-1]["kind"], run.model()(torch.rand(1, 1, 8, 8)).shape
+    ('evaluation', torch.Size([1, 10]))
+    """
+    with joined(recipe.train.device) as world:
+        parts = build_parts(recipe, world)
+        with starting(recipe, out) if world.leads else nullcontext() as own:
+            run: Any = world.shared(own)
+            return _Training(parts, run, quiet).run_to_the_end()
+
+
+def resume(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None, *, quiet: bool = False) -> Run:
+    """Continue a run from its last checkpoint, bit for bit as if it had not been stopped (on one process).
+
+    Args:
+        path: directory of the run.
+        overrides: of its recipe, by dotted keys: more epochs, another place of the data.
+        quiet: show nothing.
+
+    Raises:
+        ValueError: if there is no checkpoint, it is damaged, it is that of another model, or an override is about what
+            the run has been trained with, or the run has done more epochs than it is to have.
+    """
+    for key in overrides or {}:
+        if key not in _MAY_CHANGE:
+            raise ValueError(f"{key} cannot change while a run is resumed; what can: {', '.join(_MAY_CHANGE)}")
+    run = load_run(path, overrides)
+    with joined(run.recipe.train.device) as world, run.locked() if world.leads else nullcontext():
+        state = run.read_state()  # before the model of the recipe is made, which may be a stranger's too
+        training = _Training(build_parts(run.recipe, world), run, quiet)
+        training.restore(state)
+        if world.leads:
+            run.write("recipe.yaml", run.recipe.to_yaml())
+        return training.run_to_the_end()
+
+
+@dataclass
+class _Progress:
+    """Where a run is; all of it is in a checkpoint."""
+
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    seconds: float = 0.0
+    # Of the present epoch: sum of losses, right answers, images, seconds.
+    sums: list[float] = field(default_factory=lambda: [0.0] * 4)
+    metrics_size: int = 0
+
+    def check(self) -> None:
+        """Refuse what no run can have written.
+
+        Raises:
+            ValueError: if something is no number, or negative.
+        """
+        counts = (self.epoch, self.batch, self.step, self.metrics_size)
+        numbers = (self.seconds, *self.sums)
+        if len(self.sums) != 4 or not all(isinstance(count, int) and count >= 0 for count in counts):
+            raise ValueError(f"progress={shown(vars(self))} must be counts, at least 0")
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise ValueError(f"progress={shown(vars(self))} must be numbers")
+
+
+class _Training:
+    """A run under way."""
+
+    def __init__(self, parts: Parts, run: Run, quiet: bool) -> None:
+        self.parts, self.run, self.world, self.recipe = parts, run, parts.world, parts.recipe
+        self.progress = _Progress()
+        wrapped = self.world.wrapped(parts.model)
+        settings = self.recipe.train
+        self.gradients = Gradients(wrapped, parts.loss, settings.accumulate, settings.precision)
+        self.set_radius = radius_schedule(self.recipe, parts.loss, parts.steps)
+        self.parameters = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
+        self.stream = None if quiet or not self.world.leads else sys.stderr
+
+    def run_to_the_end(self) -> Run:
+        """Train what is left."""
+        settings, progress = self.recipe.train, self.progress
+        shown = radius_key(sorted(self.recipe.evaluate.epsilons)[len(self.recipe.evaluate.epsilons) // 2])
+        self.display = Display(settings.epochs, self.parts.steps, progress.step, shown, self.stream)
+        self.display.say(f"run directory: {self.run.path}")
+        self.parts.model.train()
+        with _stop_requests() as stop:
+            while progress.epoch < settings.epochs:
+                self._epoch(stop)
+        return self.run
+
+    def _epoch(self, stop: threading.Event) -> None:
+        progress, began = self.progress, time.monotonic()
+        spent = progress.seconds, progress.sums[3]
+
+        def clock() -> None:
+            passed = time.monotonic() - began
+            progress.seconds, progress.sums[3] = spent[0] + passed, spent[1] + passed
+
+        for images, labels in self.parts.train.epoch(progress.epoch, progress.batch):
+            stopping = self._step(images, labels, stop.is_set())
+            clock()
+            self._show()
+            if stopping:
+                self._stop()
+            if progress.step % (self.recipe.train.checkpoint_every or math.inf) == 0:
+                self._checkpoint()
+        clock()
+        self._end_epoch()
+
+    def _step(self, images: Tensor, labels: Tensor, stop: bool) -> bool:
+        """One step of the optimizer; whether any process wants to stop after it."""
+        progress, optimizer = self.progress, self.parts.stepper.optimizer
+        self.set_radius(progress.step)
+        optimizer.zero_grad(set_to_none=True)
+        counts = self.gradients(images, labels)
+        *sums, stops = self.world.total(torch.cat([counts, counts.new_tensor([float(stop)])])).tolist()
+        norm = get_total_norm([parameter.grad for parameter in self.parameters if parameter.grad is not None])
+        self._require_finite(sums[0], float(norm))
+        if self.recipe.train.clip is not None:
+            clip_grads_with_norm_(self.parameters, self.recipe.train.clip, norm)
+        self.parts.stepper.step(progress.step)
+        progress.step, progress.batch = progress.step + 1, progress.batch + 1
+        progress.sums[:3] = [total + new for total, new in zip(progress.sums, sums, strict=False)]
+        return stops > 0
+
+    def _require_finite(self, loss: float, norm: float) -> None:
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise FloatingPointError(
+                f"training stopped in epoch {self.progress.epoch + 1}, step {self.progress.step + 1}: the loss is "
+                f"{loss} and the norm of the gradient is {norm}; {self._kept()}. Lower optimizer.lr or set train.clip"
+            )
+
+    def _kept(self) -> str:
+        if (self.run.path / "checkpoint.pt").is_file():
+            return f"the last checkpoint is {self.run.path / 'checkpoint.pt'}"
+        return "there was no checkpoint yet"
+
+    def _show(self) -> None:
+        if self.display.due():
+            progress = self.progress
+            loss, right, images, seconds = progress.sums
+            self.display.show(progress.epoch, progress.step, loss / images, right / images, images / seconds)
+
+    def _end_epoch(self) -> None:
+        progress, settings = self.progress, self.recipe.train
+        loss, right, images, seconds = progress.sums
+        self._record("train", loss=loss / images, accuracy=right / images, images_per_second=images / seconds)
+        last = progress.epoch + 1 == settings.epochs
+        if last or (progress.epoch + 1) % self.recipe.evaluate.every == 0:
+            self._evaluate()
+        progress.epoch, progress.batch, progress.sums = progress.epoch + 1, 0, [0.0] * 4
+        self._checkpoint()
+
+    def _evaluate(self) -> None:
+        """Measure and save the weights that the optimizer evaluates with."""
+        began = time.monotonic()
+        with self.parts.stepper.evaluation_weights():
+            found: Evaluation = evaluate(self.parts)
+            if self.world.leads:
+                self.run.save_model(self.parts.model, self.parts.arguments)
+        self.progress.seconds += time.monotonic() - began
+        self.display.evaluated(self.progress.epoch, found)
+        self._record("evaluation", loss=found.loss, accuracy=found.accuracy, certified=found.certified)
+
+    def _record(self, kind: str, **numbers: Any) -> None:
+        progress = self.progress
+        record = {"kind": kind, "epoch": progress.epoch + 1, "step": progress.step, **numbers}
+        record |= {"seconds": round(progress.seconds, 3), "lr": self.parts.stepper.learning_rate}
+        if self.world.leads:
+            progress.metrics_size = self.run.append_metrics(record)
+
+    def _checkpoint(self) -> None:
+        if not self.world.leads:
+            return
+        if not all(bool(parameter.isfinite().all()) for parameter in self.parameters):
+            raise FloatingPointError(f"weights are not finite after step {self.progress.step}; {self._kept()}")
+        self.run.save_state(
+            {
+                "model": self.parts.model.state_dict(),
+                "model_arguments": self.parts.arguments,
+                "optimizer": self.parts.stepper.optimizer.state_dict(),
+                "steps_seen": steps_taken(self.parts.stepper.optimizer),
+                "progress": vars(self.progress),
+                "random": torch.get_rng_state(),
+            }
+        )
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go back to a checkpoint.
+
+        Raises:
+            ValueError: if it is not that of this model, or the run is to end before it.
+        """
+        if state.get("model_arguments") != self.parts.arguments:
+            found, wanted = state.get("model_arguments"), self.parts.arguments
+            raise ValueError(
+                f"{self.run.path / 'checkpoint.pt'} is of another model: {shown(found)}, the recipe has {shown(wanted)}"
+            )
+        try:
+            self.parts.model.load_state_dict(state["model"])
+            self.parts.stepper.optimizer.load_state_dict(state["optimizer"])
+            self.progress = _Progress(**state["progress"])
+            self.progress.check()
+            continue_from(self.parts.stepper.optimizer, int(state["steps_seen"]))
+            torch.set_rng_state(state["random"])
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{self.run.path / 'checkpoint.pt'} does not fit the recipe: {error}") from error
+        self._require_not_past_the_end()
+        if self.world.leads:
+            self.run.cut_metrics(self.progress.metrics_size)
+            for left_over in Path(self.run.path).glob("*.tmp"):
+                if not left_over.is_dir():
+                    left_over.unlink()
+
+    def _require_not_past_the_end(self) -> None:
+        epochs, begun = self.recipe.train.epochs, self.progress.epoch + (self.progress.batch > 0)
+        if epochs < begun:
+            raise ValueError(f"train.epochs={epochs}, but the run is in epoch {begun} already: give at least {begun}")
+
+    def _stop(self) -> None:
+        self._checkpoint()
+        # Nobody leaves before it is written: torchrun ends all processes when the first is gone.
+        self.world.total(torch.zeros(1, device=self.world.device))
+        place = f"epoch {self.progress.epoch + 1} after step {self.progress.step}"
+        raise StoppedError(
+            f"stopped in {place}; a checkpoint is written. Continue with: trysquare train --resume {self.run.path}"
+        )
+
+
+@contextmanager
+def _stop_requests() -> Iterator[threading.Event]:
+    """Set by SIGINT and SIGTERM, so that a step is never torn; a second signal acts at once."""
+    requested = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield requested
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number: int, frame: Any) -> None:
+        requested.set()
+        signal.signal(number, before[signal.Signals(number)] or signal.SIG_DFL)
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield requested
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)

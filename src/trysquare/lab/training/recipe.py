@@ -1,0 +1,373 @@
+"""Recipes: everything that a training run depends on, read from YAML and checked before it starts."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, NamedTuple, TypeVar, get_type_hints
+
+from trysquare.lab.data import DATASETS, augmentations
+from trysquare.lab.data.loader import MOST_WORKERS
+from trysquare.lab.models import MODELS
+from trysquare.lab.training.optimizers import OPTIMIZERS
+from trysquare.lab.training.values import convert
+from trysquare.naming import pick, require_known, shown
+from trysquare.nn.losses import LOSSES
+from trysquare.verify.certification import EPSILONS
+
+PRECISIONS = ("float32", "bfloat16")
+_LARGEST_SEED = 2**63 - 1
+_LARGEST_COUNT = 10**9
+# Squares of rates and decays, and their products with numbers of steps, must be far from the largest float.
+_LARGEST_RATE = 10**6
+_LARGEST_SIZE = 10**4
+# A file system takes 255 bytes, of which date and time are to have some.
+_LONGEST_NAME = 200
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is trained on.
+
+    Attributes:
+        name: one of ``ts.data.DATASETS``.
+        root: folder that holds its files.
+        size: height and width in which folders of images are given.
+        augment: augmentations of training images, with their parameters; see ``ts.data.AUGMENTATIONS``.
+        workers: threads that prepare batches.
+    """
+
+    name: str = "digits"
+    root: str | None = None
+    size: int | None = None
+    augment: Mapping[str, Any] = field(default_factory=dict)
+    workers: int = 1
+
+
+@dataclass(frozen=True)
+class Named:
+    """An entry of a registry, by name, and all of its options."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Train:
+    """How training goes.
+
+    Attributes:
+        epochs: passes over the data.
+        batch_size: images of one step of the optimizer, over all processes.
+        accumulate: parts in which a batch is computed, one after another, if it does not fit into memory. Weights are
+            built once for all of them. A loss that is no mean over images, such as HKR, becomes the mean of those of
+            the parts.
+        precision: ``"float32"``, or ``"bfloat16"`` for everything but the building of weights.
+        clip: largest norm of the gradient.
+        seed: of weights, order and augmentation.
+        device: ``"auto"`` is a GPU if there is one.
+        checkpoint_every: steps after which a checkpoint is written, besides the end of each epoch.
+        radius_start: the loss's ``radius`` goes from here to its value along a line, if given.
+        radius_ramp: share of the training in which it does.
+    """
+
+    epochs: int = 10
+    batch_size: int = 128
+    accumulate: int = 1
+    precision: str = "float32"
+    clip: float | None = None
+    seed: int = 0
+    device: str = "auto"
+    checkpoint_every: int | None = None
+    radius_start: float | None = None
+    radius_ramp: float = 0.5
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """How training is watched.
+
+    Attributes:
+        every: epochs between two evaluations on the test images.
+        batch_size: of the evaluation.
+        epsilons: radii of the certified accuracy, in units of the pixels.
+    """
+
+    every: int = 1
+    batch_size: int = 500
+    epsilons: tuple[float, ...] = EPSILONS
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that a run depends on; each section of the YAML is an attribute.
+
+    Attributes:
+        name: of the recipe.
+        summary: one line for the list.
+        data: what is trained on.
+        model: one of ``ts.models.MODELS``, with options.
+        loss: one of ``ts.losses.LOSSES``, with options, or ``radius`` in place of its margin. A ``lipschitz`` that is
+            not given is that of the model.
+        optimizer: one of ``ts.training.OPTIMIZERS``, with options.
+        train: how long, in what batches.
+        evaluate: when, and at which radii.
+    """
+
+    name: str
+    summary: str
+    data: Data
+    model: Named
+    loss: Named
+    optimizer: Named
+    train: Train
+    evaluate: Evaluate
+
+    def to_mapping(self) -> dict[str, Any]:
+        """As YAML has it: plain types only."""
+        return {part.name: _plain(getattr(self, part.name)) for part in fields(self)}
+
+    def to_yaml(self) -> str:
+        """The text that ``read_recipe`` reads."""
+        return str(yaml().safe_dump(self.to_mapping(), sort_keys=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Named):
+        return {"name": value.name, **_plain(value.options)}
+    if is_dataclass(value):
+        return {part.name: _plain(getattr(value, part.name)) for part in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+class Option(NamedTuple):
+    """What an option of a registry entry may be, and what it is if nobody says."""
+
+    hint: Any
+    default: Any
+
+
+# Where a loss keeps the difference of logits that it asks for, which a recipe may give as a radius.
+MARGINS = {
+    "offset-cross-entropy": "margin",
+    "logit-annealing": "offset",
+    "hkr": "min_margin",
+    "hkr-soft": "min_margin",
+    "hkr-logsumexp": "min_margin",
+}
+_SCALE = float | Sequence[float] | None
+
+
+def _model_options(name: str) -> dict[str, Option]:
+    builder = pick(MODELS, name, "model")
+    hints = {**get_type_hints(builder.body), "mean": _SCALE, "std": _SCALE, "head": str}
+    return {option: Option(hints[option], default) for option, default in builder.options.items()}
+
+
+def _loss_options(name: str) -> dict[str, Option]:
+    options = _signature(pick(LOSSES, name, "loss").__init__, {"self", "reduction"})
+    if "lipschitz" in options:
+        options["lipschitz"] = Option(float | None, None)
+    return {**options, "radius": Option(float | None, None)} if name in MARGINS else options
+
+
+def _optimizer_options(name: str) -> dict[str, Option]:
+    return _signature(pick(OPTIMIZERS, name, "optimizer"), {"parameters", "steps"})
+
+
+def _signature(function: Callable[..., Any], without: Iterable[str]) -> dict[str, Option]:
+    hints, parameters = get_type_hints(function), inspect.signature(function).parameters
+    return {name: Option(hints[name], parameters[name].default) for name in parameters if name not in without}
+
+
+_SECTIONS: dict[str, type] = {"data": Data, "train": Train, "evaluate": Evaluate}
+_REGISTRIES: dict[str, Callable[[str], dict[str, Option]]] = {
+    "model": _model_options,
+    "loss": _loss_options,
+    "optimizer": _optimizer_options,
+}
+
+
+def resolve(content: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """A recipe with every default filled in.
+
+    Args:
+        content: sections, as YAML has them.
+        overrides: values by dotted keys, such as ``{"train.epochs": 20}``. Another ``model.name``, ``loss.name`` or
+            ``optimizer.name`` starts from its own defaults.
+
+    Raises:
+        ValueError: if a key is not known (it names the nearest one), or a value is of the wrong type or out of range.
+
+    >>> recipe = ts.training.resolve({"model": {"name": "tiny-digits"}}, {"optimizer.lr": 0.01})
+    >>> recipe.optimizer.options["lr"], recipe.train.batch_size
+    (0.01, 128)
+    >>> ts.training.resolve({"evaluate": {"evry": 3}})
+    Traceback (most recent call last):
+    ValueError: unknown key of evaluate 'evry': did you mean 'every'? known: every, batch_size, epsilons
+    """
+    merged = _with_overrides(as_mapping(content, "a recipe"), overrides or {})
+    for key in merged:
+        require_known(key, [part.name for part in fields(Recipe)], "section of a recipe")
+    sections = {name: as_mapping(merged.get(name), name) for name in (*_SECTIONS, *_REGISTRIES)}
+    parts: dict[str, Any] = {name: _section(kind, name, sections[name]) for name, kind in _SECTIONS.items()}
+    parts |= {name: _named(options, name, sections[name]) for name, options in _REGISTRIES.items()}
+    texts = {name: convert(merged.get(name, default), str, name) for name, default in _TEXTS.items()}
+    recipe = Recipe(**texts, **parts)
+    _check(recipe)
+    return recipe
+
+
+_TEXTS = {"name": "unnamed", "summary": ""}
+_DEFAULT_NAMES = {"model": "tiny-digits", "loss": "offset-cross-entropy", "optimizer": "schedule-free-adamw"}
+
+
+def wants_text(key: str) -> bool:
+    """Whether the value of a dotted key is text, or null, whatever the recipe names.
+
+    >>> from trysquare.lab.training.recipe import wants_text
+    >>> wants_text("data.root"), wants_text("model.name"), wants_text("train.epochs")
+    (True, True, False)
+    """
+    section, _, name = key.partition(".")
+    if section in _REGISTRIES:
+        return name == "name"
+    return get_type_hints(_SECTIONS[section]).get(name) in (str, str | None) if section in _SECTIONS else False
+
+
+def as_mapping(content: Any, kind: str) -> dict[str, Any]:
+    """A copy of a mapping; ``None`` is an empty one.
+
+    Raises:
+        ValueError: if it is something else.
+    """
+    if content is not None and not isinstance(content, Mapping):
+        raise ValueError(f"{kind} must be a mapping of names to values, found {shown(content)}")
+    return dict(content or {})
+
+
+def _with_overrides(content: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    # Names first: they decide which options there are.
+    for key, value in sorted(overrides.items(), key=lambda item: not item[0].endswith(".name")):
+        section, _, rest = key.partition(".")
+        if section in _REGISTRIES and rest == "name" and as_mapping(content.get(section), section).get("name") != value:
+            content[section] = {}
+        content = _replaced(content, key.split("."), value)
+    return content
+
+
+def _replaced(content: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """A copy with the value at this path."""
+    first, *rest = path
+    return {**content, first: _replaced(as_mapping(content.get(first), first), rest, value) if rest else value}
+
+
+def _section(kind: type[S], name: str, content: Mapping[str, Any]) -> S:
+    hints = get_type_hints(kind)
+    for key in content:
+        require_known(key, hints, f"key of {name}")
+    return kind(**{key: convert(value, hints[key], f"{name}.{key}") for key, value in content.items()})
+
+
+def _named(options_of: Callable[[str], dict[str, Option]], section: str, content: dict[str, Any]) -> Named:
+    name = convert(content.pop("name", _DEFAULT_NAMES[section]), str, f"{section}.name")
+    options = options_of(name)
+    for key in content:
+        require_known(key, ["name", *options], f"key of {section} {name!r}")
+    given = {key: convert(value, options[key].hint, f"{section}.{key}") for key, value in content.items()}
+    return Named(name, {key: given.get(key, option.default) for key, option in options.items()})
+
+
+def _check(recipe: Recipe) -> None:
+    """Refuse what no run can have."""
+    if any(character in recipe.name for character in "/\\\0") or len(recipe.name.encode()) > _LONGEST_NAME:
+        raise ValueError(
+            f"name={shown(recipe.name)} becomes that of a folder in runs/: leave slashes out, and take at most "
+            f"{_LONGEST_NAME} bytes"
+        )
+    pick(DATASETS, recipe.data.name, "data set")
+    augmentations(recipe.data.augment)
+    require_known(recipe.train.precision, PRECISIONS, "precision")
+    _check_radius(recipe)
+    for key, (wanted, fits) in _RANGES.items():
+        _require_range(key, _value_of(recipe, key), wanted, fits)
+
+
+def _check_radius(recipe: Recipe) -> None:
+    loss, radius = recipe.loss, recipe.loss.options.get("radius")
+    if recipe.train.radius_start is not None and not radius:
+        raise ValueError(
+            f"train.radius_start needs a loss that has a radius above 0; that of {loss.name!r} is {radius}"
+        )
+    margin = MARGINS.get(loss.name)
+    if margin is None or radius is None or loss.options[margin] == _loss_options(loss.name)[margin].default:
+        return
+    raise ValueError(
+        f"loss.{margin}={loss.options[margin]} and loss.radius={radius} both set the margin: leave one out "
+        f"(--loss.radius null takes the recipe's away)"
+    )
+
+
+Range = tuple[str, Callable[[Any], bool]]
+
+
+def _at_least(least: int, most: int = _LARGEST_COUNT) -> Range:
+    return f"at least {least} and at most {most}", lambda value: bool(least <= value <= most)
+
+
+# Of numbers and of each number of a list. Comparisons are such that nan does not fit.
+_POSITIVE: Range = "above 0 and finite", lambda value: 0 < value < math.inf
+_NOT_NEGATIVE: Range = "at least 0 and finite", lambda value: 0 <= value < math.inf
+_DECAY: Range = "at least 0 and below 1", lambda value: 0 <= value < 1
+
+_RANGES: dict[str, Range] = {
+    "data.workers": _at_least(0, MOST_WORKERS),
+    "data.size": _at_least(1, _LARGEST_SIZE),
+    "optimizer.lr": (f"above 0 and at most {_LARGEST_RATE}", lambda value: 0 < value <= _LARGEST_RATE),
+    "optimizer.betas": _DECAY,
+    "optimizer.momentum": _DECAY,
+    "optimizer.weight_decay": (f"at least 0 and at most {_LARGEST_RATE}", lambda value: 0 <= value <= _LARGEST_RATE),
+    "optimizer.warmup_steps": _at_least(0),
+    "train.epochs": _at_least(1),
+    "train.batch_size": _at_least(1),
+    "train.accumulate": _at_least(1),
+    "train.clip": (f"{_POSITIVE[0]}, or null", _POSITIVE[1]),
+    "train.seed": (f"from 0 to {_LARGEST_SEED}", lambda value: 0 <= value <= _LARGEST_SEED),
+    "train.checkpoint_every": _at_least(1),
+    "train.radius_start": _NOT_NEGATIVE,
+    "train.radius_ramp": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "evaluate.every": _at_least(1),
+    "evaluate.batch_size": _at_least(1),
+    "evaluate.epsilons": _NOT_NEGATIVE,
+}
+
+
+def _value_of(recipe: Recipe, key: str) -> Any:
+    """By its dotted key; ``None`` if this recipe has no such option."""
+    section, _, name = key.partition(".")
+    part = getattr(recipe, section)
+    return part.options.get(name) if isinstance(part, Named) else getattr(part, name)
+
+
+def _require_range(key: str, value: Any, wanted: str, fits: Callable[[Any], bool]) -> None:
+    if isinstance(value, tuple):
+        if not value:
+            raise ValueError(f"{key}=[] must have at least one number")
+        if not all(map(fits, value)):
+            raise ValueError(f"{key}={shown(list(value))}: each must be {wanted}")
+    elif value is not None and not fits(value):
+        raise ValueError(f"{key}={shown(value)} must be {wanted}")
+
+
+def yaml() -> Any:
+    """PyYAML, if it is installed."""
+    try:
+        import yaml as module  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ImportError("recipes need PyYAML: pip install 'trysquare[train]'") from error
+    return module

@@ -1,0 +1,271 @@
+"""The directory of a run: what is in it, and how it is written.
+
+``recipe.yaml`` (every default filled in), ``versions.json``, ``metrics.jsonl``, ``checkpoint.pt`` (to resume),
+``model.safetensors`` (to use), and later ``certificate.json``, ``attack.json``, ``audit.json``, ``report.html`` and
+``export/``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trysquare.files import inside, read_file, write_whole
+from trysquare.lab.checkpoint import (
+    MODEL_FILES,
+    REGISTRY,
+    load_model,
+    model_file,
+    packed,
+    read_checkpoint,
+    require_fit,
+    save_checkpoint,
+    unpacked,
+)
+from trysquare.lab.data import Loader
+from trysquare.lab.data.sets import Part
+from trysquare.lab.models import build
+from trysquare.lab.training.build import load_images
+from trysquare.lab.training.library import read_recipe
+from trysquare.lab.training.recipe import Recipe
+from trysquare.naming import shown
+
+
+@dataclass(frozen=True)
+class Run:
+    """A directory and the recipe in it.
+
+    Attributes:
+        path: the directory.
+        recipe: with every default filled in.
+    """
+
+    path: Path
+    recipe: Recipe
+
+    def model(self) -> nn.Module:
+        """The trained model, in eval mode.
+
+        Raises:
+            ValueError: if the run has not saved one, or the file is damaged or holds another one.
+        """
+        if (path := model_file(self.path)) is not None:
+            self._require_own(path, read_checkpoint(path)["arguments"])
+        return load_model(self.path)
+
+    def _require_own(self, path: Path, arguments: Mapping[str, Any]) -> None:
+        """Refuse a file of another model than that of the recipe."""
+        wanted = {"name": self.recipe.model.name, **self.recipe.model.options}
+        others = {name: arguments.get(name) for name, value in wanted.items() if arguments.get(name) != value}
+        if others:
+            described = {name: wanted[name] for name in others}
+            raise ValueError(f"{path} is of another model: it has {shown(others)}, the recipe has {shown(described)}")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Everything that was measured, in order; a line that was cut short by a crash is left out.
+
+        Raises:
+            ValueError: if a line is not JSON; it names the file and the line.
+        """
+        path = self.path / "metrics.jsonl"
+        lines = read_file(path).split(b"\n") if path.is_file() else []
+        records = []
+        for number, line in enumerate(lines[:-1], 1):
+            try:
+                records.append(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}: line {number} is not JSON: {error}") from error
+        return records
+
+    def batches(self, split: str = "test", samples: int | None = None) -> Loader:
+        """Images of the run's data, in batches and not augmented.
+
+        Args:
+            split: ``"train"`` or ``"test"``.
+            samples: how many, evenly spread over the split; all of them unless given.
+
+        Raises:
+            ValueError: if the data is missing or damaged, or there are not so many.
+        """
+        images = load_images(self.recipe, split)
+        if samples is not None:
+            if not 1 <= samples <= len(images):
+                raise ValueError(f"samples={samples} must be from 1 to {len(images)}, the images of {split}")
+            images = Part(images, torch.arange(samples) * len(images) // samples)
+        return Loader(images, self.recipe.evaluate.batch_size, workers=self.recipe.data.workers)
+
+    def write(self, name: str, content: bytes | str) -> Path:
+        """Write a file of the run in one step.
+
+        Raises:
+            OSError: if it cannot be written; an older one is untouched.
+        """
+        path = self.place(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content)
+        return path
+
+    def place(self, name: str) -> Path:
+        """Where a file of the run is written to.
+
+        Raises:
+            ValueError: if it is a symbolic link, a pipe or a device.
+        """
+        return inside(self.path, name)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Context in which no other process trains into the directory; the lock ends with the process in any case.
+
+        Raises:
+            ValueError: if another one does.
+        """
+        try:
+            import fcntl
+        except ImportError:  # a system without them
+            yield
+            return
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(
+                    f"another process is training in {self.path}: wait for it, stop it, or take another directory"
+                ) from error
+            except OSError as error:
+                warnings.warn(
+                    f"{self.path} cannot be locked ({error}): take care that one process trains in it", stacklevel=2
+                )
+            yield
+        finally:
+            os.close(folder)
+
+    def save_model(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
+        """Write the model with its present weights."""
+        save_checkpoint(self.place(MODEL_FILES[0]), model, REGISTRY, arguments)
+
+    def save_state(self, state: Mapping[str, Any]) -> None:
+        """Write what resuming needs."""
+        self.write("checkpoint.pt", packed(state))
+
+    def read_state(self) -> dict[str, Any]:
+        """What ``save_state`` wrote, whose weights are those of the recipe's model.
+
+        Raises:
+            ValueError: if there is none, it is damaged, or of another model.
+        """
+        path = self.path / "checkpoint.pt"
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist: the run was stopped before its first checkpoint; start it anew")
+        state = unpacked(path)
+        arguments, weights = state.get("model_arguments"), state.get("model")
+        if not isinstance(arguments, dict) or not isinstance(weights, dict):
+            raise ValueError(f"{path} is not a checkpoint of a run: it has no model_arguments, or no model")
+        self._require_own(path, arguments)
+        try:
+            # On the meta device, which takes no memory: a stranger's numbers may ask for any amount of it.
+            with torch.device("meta"):
+                require_fit(build(**arguments).state_dict(), weights)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} does not fit the recipe: {error}") from error
+        return state
+
+    def append_metrics(self, record: Mapping[str, Any]) -> int:
+        """Add a line; the size of the file afterwards.
+
+        Raises:
+            OSError: if it cannot be written; it names the file. What was written of the line is cut off at resume.
+        """
+        path = self.place("metrics.jsonl")
+        try:
+            if path.exists() and path.stat().st_nlink > 1:
+                write_whole(path, read_file(path))  # what else has this file by a hard link keeps the old one
+            with path.open("ab") as file:
+                file.write(json.dumps(record).encode("utf-8") + b"\n")
+                file.flush()
+                return file.tell()
+        except OSError as error:
+            reason = f"cannot write {path}: {error.strerror or error}; go on later with --resume {self.path}"
+            raise OSError(error.errno, reason) from error
+
+    def cut_metrics(self, size: int) -> None:
+        """Drop what was written after a checkpoint; by a new file, as the old one may be another's by a hard link."""
+        path = self.place("metrics.jsonl")
+        if path.is_file() and path.stat().st_size > size:
+            write_whole(path, read_file(path)[:size])
+
+
+@contextmanager
+def starting(recipe: Recipe, path: str | os.PathLike[str] | None = None) -> Iterator[Run]:
+    """Context of a new run in a directory of its own, in which no other process trains.
+
+    Args:
+        recipe: is written into it.
+        path: ``runs/NAME-DATE-TIME`` unless given.
+
+    Raises:
+        ValueError: if there is something in the directory already, or another process starts there too.
+        OSError: if it cannot be written to.
+    """
+    folder = Path(path or Path("runs") / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder.mkdir(parents=True, exist_ok=True)
+    run = Run(folder, recipe)
+    with run.locked():  # before it is looked at: of two that find it empty, one is to give way
+        if any(folder.iterdir()):
+            raise ValueError(
+                f"{folder} is not empty: give another directory, or continue that run with --resume {folder}"
+            )
+        run.write("recipe.yaml", recipe.to_yaml())
+        run.write("versions.json", json.dumps(versions(), indent=2) + "\n")
+        yield run
+
+
+def load_run(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> Run:
+    """A run from its directory.
+
+    Args:
+        path: the directory.
+        overrides: of its recipe, by dotted keys; another ``data.root``, for example.
+
+    Raises:
+        ValueError: if it is not the directory of a run.
+    """
+    folder = Path(path)
+    if not (folder / "recipe.yaml").is_file():
+        raise ValueError(f"{folder} is not the directory of a run: there is no recipe.yaml in it")
+    return Run(folder, read_recipe(folder / "recipe.yaml", overrides))
+
+
+def versions() -> dict[str, Any]:
+    """What the numbers of a run may depend on."""
+    return {
+        "trysquare": _version("trysquare"),
+        "torch": torch.__version__,
+        "schedulefree": _version("schedulefree"),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

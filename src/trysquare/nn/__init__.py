@@ -1,0 +1,1 @@
+"""What people build with: geometry, linear algebra, parametrizations, layers, losses, export and optimizers."""

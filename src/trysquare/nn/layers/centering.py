@@ -1,0 +1,166 @@
+"""Centering: batch and layer normalisation without the division, which is what makes those not 1-Lipschitz."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trysquare.nn.geometry import positive
+from trysquare.nn.linalg.precision import at_least_float32
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum of a tensor over the ranks of a process group; the gradient is summed in the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def _several_ranks(group: Any) -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+    return values.to(like.dtype).view(-1, *(1,) * (like.ndim - 2))
+
+
+class BatchCentering(nn.Module):
+    """Batch normalisation without division: take off each channel's mean, add a learnable bias.
+
+    In training the mean is that of the batch (over all ranks, if there are several, so that they
+    agree), and a projector takes it off. In eval it is the running mean, and the layer is a
+    translation: isometric. Works for ``(batch, channels)`` and any number of axes after that.
+
+    Args:
+        num_features: number of channels.
+        momentum: weight of a new batch in the running mean; ``None`` for the mean of all batches.
+        bias: whether to add a learnable bias.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        process_group: ranks that share a mean; all of them if not given.
+
+    >>> layer = BatchCentering(4)
+    >>> bool(layer(torch.randn(8, 4, 5, 5)).mean((0, 2, 3)).abs().max() < 1e-5)
+    True
+    """
+
+    running_mean: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(
+        self,
+        num_features: int,
+        momentum: float | None = 0.1,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__()
+        positive("num_features", num_features)
+        self.num_features, self.momentum, self.process_group = num_features, momentum, process_group
+        self.bias = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if bias else None
+        self.register_buffer("running_mean", torch.zeros(num_features, device=device, dtype=dtype))
+        self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long, device=device))
+
+    def reset_parameters(self) -> None:
+        """Forget the running mean and the bias."""
+        for tensor in (self.running_mean, self.num_batches_tracked, self.bias):
+            if tensor is not None:
+                nn.init.zeros_(tensor)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Take off the mean of each channel, add the bias."""
+        if input.ndim < 2 or input.shape[1] != self.num_features:
+            raise ValueError(f"input of shape {tuple(input.shape)} must be (batch, {self.num_features}, ...)")
+        if self.training:
+            mean = self._batch_mean(input)
+            self._track(mean.detach())
+        else:
+            mean = self.running_mean
+        shift = mean if self.bias is None else mean - self.bias
+        return input - _per_channel(shift, input)
+
+    def _batch_mean(self, x: Tensor) -> Tensor:
+        # Mean over the batch, then the positions: no transposed copy is made.
+        rows = x.to(at_least_float32(x.dtype)).flatten(2) if x.ndim > 2 else x.to(at_least_float32(x.dtype))
+        axes = (0, 2) if rows.ndim > 2 else (0,)
+        if not _several_ranks(self.process_group):
+            return rows.mean(axes)
+        # Ranks may hold batches of different sizes: the counts travel with the sums.
+        count = rows.new_full((1,), rows.numel() / self.num_features)
+        total: Tensor = _SumOverRanks.apply(torch.cat((rows.sum(axes), count)), self.process_group)
+        return total[:-1] / total[-1]
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor) -> None:
+        self.num_batches_tracked.add_(1)
+        if self.momentum is not None:
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+        else:
+            self.running_mean.add_((mean - self.running_mean).to(self.running_mean.dtype) / self.num_batches_tracked)
+
+    def extra_repr(self) -> str:
+        """Channels and momentum."""
+        return f"{self.num_features}, momentum={self.momentum}, bias={self.bias is not None}"
+
+
+class LayerCentering(nn.Module):
+    """Layer normalisation without division: take off each sample's mean, add a learnable bias. 1-Lipschitz.
+
+    The mean is over channels and positions, or over positions alone. It is a projector, the same in
+    training and eval.
+
+    Args:
+        num_features: number of channels.
+        per_channel: whether each channel has a mean of its own (over its positions).
+        bias: whether to add a learnable bias for each channel.
+        device: device of the bias.
+        dtype: dtype of the bias.
+
+    >>> bool(LayerCentering(4)(torch.randn(2, 4, 8)).mean((1, 2)).abs().max() < 1e-5)
+    True
+    """
+
+    def __init__(
+        self, num_features: int, per_channel: bool = False, bias: bool = True, device: Any = None, dtype: Any = None
+    ) -> None:
+        super().__init__()
+        positive("num_features", num_features)
+        self.num_features, self.per_channel = num_features, per_channel
+        self.bias = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if bias else None
+
+    def reset_parameters(self) -> None:
+        """Forget the bias."""
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Take off the mean of each sample, add the bias."""
+        if input.ndim < 2 or input.shape[1] != self.num_features:
+            raise ValueError(f"input of shape {tuple(input.shape)} must be (batch, {self.num_features}, ...)")
+        if self.per_channel and input.ndim < 3:
+            raise ValueError(
+                f"input of shape {tuple(input.shape)} has one value a channel, which is its mean; use per_channel=False"
+            )
+        axes = tuple(range(2 if self.per_channel else 1, input.ndim))
+        mean = input.to(at_least_float32(input.dtype)).mean(axes, keepdim=True).to(input.dtype)
+        centred = input - mean
+        return centred if self.bias is None else centred + _per_channel(self.bias, input)
+
+    def extra_repr(self) -> str:
+        """Channels and what is averaged."""
+        return f"{self.num_features}, per_channel={self.per_channel}, bias={self.bias is not None}"

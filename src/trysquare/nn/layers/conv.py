@@ -1,0 +1,524 @@
+"""Orthogonal convolutions in one to three dimensions, and their adjoints.
+
+One implementation serves all six classes: torch stores the weight of a convolution as ``(out, in /
+g, *k)`` and of a transposed one as ``(in, out / g, *k)``, so the same tensor makes the second the
+adjoint of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from trysquare.nn.geometry import ConvGeometry, Pads, per_axis
+from trysquare.nn.layers.base import ParametrizedWeight, check_dtype, copy_weights, factory_of
+from trysquare.nn.layers.convolution import (
+    PLAIN_CONV,
+    Convolution,
+    crops,
+    crops_for,
+    flat,
+    in_format_of,
+    native_crop,
+    symmetric,
+)
+from trysquare.nn.layers.series import Series
+from trysquare.nn.linalg.orthogonalize import orthogonalizer as find_orthogonalizer
+from trysquare.nn.linalg.precision import as_autocast
+from trysquare.nn.parametrizations import find_method
+
+Size = int | Sequence[int]
+
+_DEFAULT_ORTHOGONALIZER = "cholesky"
+
+
+class _OrthogonalConvolution(ParametrizedWeight):
+    """Common to plain and transposed layers: the geometry of the convolution, and the way to the adjoint."""
+
+    dims: ClassVar[int]
+    geometry: ConvGeometry
+    method: str
+    orthogonalizer: str
+    options: dict[str, Any]
+    # Declared by torch's classes, of which this is a mixin.
+    weight: Any
+    in_channels: Any
+    out_channels: Any
+    kernel_size: Any
+    stride: Any
+    dilation: Any
+    groups: Any
+    padding: Any
+    padding_mode: Any
+    _pads: Pads
+    _convolution: Convolution
+    _series: Series | None
+    _padding_argument: str | Size
+    _note: str
+    _kernel_argument: tuple[int, ...]
+
+    def _plan(
+        self,
+        channels: tuple[int, int],
+        sizes: tuple[tuple[int, ...], ...],
+        groups: int,
+        parsimonious: bool,
+        method: str,
+        orthogonalizer: str,
+        options: dict[str, Any],
+    ) -> ConvGeometry:
+        """Geometry of the convolution, with the size of the weight that the method makes of ``kernel_size``."""
+        find_orthogonalizer(orthogonalizer)
+        chosen = find_method(method, options)
+        if not chosen.uses_orthogonalizer and orthogonalizer != _DEFAULT_ORTHOGONALIZER:
+            raise ValueError(f"orthogonalizer={orthogonalizer!r} has no meaning for method={method!r}; leave it out")
+        if parsimonious and not chosen.orthogonal:
+            raise ValueError(f"parsimonious=True has no meaning for method={method!r}; leave it out")
+        _, stride, dilation = sizes
+        kernel_size = chosen.full_kernel_size(*sizes, **options)
+        transposed = isinstance(self, _TransposedConvolution)
+        return ConvGeometry(
+            *channels, kernel_size, stride, dilation, groups, parsimonious, chosen.orthogonal, chosen.exact, transposed
+        )
+
+    def _finish(
+        self,
+        geometry: ConvGeometry,
+        kernel_size: tuple[int, ...],
+        method: str,
+        orthogonalizer: str,
+        options: dict[str, Any],
+    ) -> None:
+        """Keep the arguments and parametrize the weight, once torch's constructor has run."""
+        self.geometry, self.method, self.orthogonalizer = geometry, method, orthogonalizer
+        self._kernel_argument, self.options = kernel_size, options
+        numbers = geometry.kernel_size, geometry.stride, geometry.dilation, geometry.groups
+        self._convolution = Convolution(*numbers, self._pads, self.padding_mode, geometry.transposed)
+        chosen: Any = find_method(method, options)
+        made = chosen(geometry, orthogonalizer, **options, **factory_of(self.weight))
+        self._series = Series.of(made, geometry, self._convolution)
+        self._note = f", {made.note}" if made.note else ""
+        self._parametrize_weight(made)
+
+    def _goes_by_series(self) -> bool:
+        """Whether a pass does without the weight.
+
+        Not where somebody has asked for it in ``parametrize.cached()``, and may want its gradient.
+        """
+        if self._series is None or not self._is_as_made():
+            return False
+        if parametrize._cache_enabled and (id(self), "weight") in parametrize._cache:
+            return False
+        # A shorter weight is rounded once, the terms would be each by itself.
+        return self.parametrization.like.dtype in (torch.float32, torch.float64)
+
+    def _apply_series(self, x: Tensor) -> Tensor:
+        assert self._series is not None
+        matrix, skew = self._factors()
+        return self._series(x, matrix, skew, self.bias)
+
+    def _factors(self) -> tuple[Tensor | None, Tensor]:
+        """What the series is made of; within ``parametrize.cached()`` made once, as a weight would be."""
+        made: Any = self.parametrization
+        if not parametrize._cache_enabled or torch.compiler.is_compiling():
+            return made.factors(*self._sources())  # type: ignore[no-any-return]
+        kept: dict[Any, Any] = parametrize._cache
+        key = (id(made), "factors")
+        if key not in kept:
+            kept[key] = made, made.factors(*self._sources())  # held, so that the id stays its own
+        return kept[key][1]  # type: ignore[no-any-return]
+
+    def _sources(self) -> list[Tensor]:
+        """What torch would build the weight from, be they parameters or not."""
+        held = self.parametrizations["weight"]
+        return [getattr(held, f"original{number}") for number in range(held.ntensors)]
+
+    def _weight_of_terms(self) -> Tensor | None:
+        """The kernel that the terms of a pass add up to, in float64; ``None`` if a pass uses the weight itself.
+
+        It differs from the weight by the rounding of both.
+        """
+        if not self._goes_by_series():
+            return None
+        made: Any = self.parametrization
+        matrix, skew = self._factors()
+        exact = None if matrix is None else as_autocast(matrix).double()
+        return made.of_factors(exact, as_autocast(skew).double())  # type: ignore[no-any-return]
+
+    def _computes_with(self) -> list[Tensor]:
+        """The factors of the series, or the weight."""
+        if not self._goes_by_series():
+            return super()._computes_with()
+        return [tensor for tensor in self._factors() if tensor is not None]
+
+    def as_torch(self) -> nn.Module:
+        """A plain layer of torch, and padding layers where torch has no argument for the padding."""
+        return self._convolution.plain(self.weight, self.bias, self.training)
+
+    @property
+    def truncation_error(self) -> float:
+        """Certified distance of the singular values from 1 that the method leaves besides rounding; 0 if none."""
+        return self.parametrization.truncation_error
+
+    def _numbers(self, kernel_size: Size, stride: Size, dilation: Size) -> tuple[tuple[int, ...], ...]:
+        named = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
+        return tuple(per_axis(name, value, self.dims) for name, value in named.items())
+
+    def _options(self) -> dict[str, Any]:
+        """Arguments that a layer and its adjoint have in common."""
+        return {
+            "kernel_size": self._kernel_argument,
+            "stride": self.geometry.stride,
+            "dilation": self.geometry.dilation,
+            "groups": self.groups,
+            "padding_mode": self.padding_mode,
+            "method": self.method,
+            "orthogonalizer": self.orthogonalizer,
+            "parsimonious": self.geometry.parsimonious,
+            **self.options,
+        }
+
+    def _share_weight(self, twin: _OrthogonalConvolution) -> Any:
+        if self.padding_mode == "circular" and not self._keeps_all_outputs:
+            raise ValueError(
+                f"circular padding {self._pads} drops outputs, so the size of the input cannot be told from that of "
+                "the output; use padding='same' for a layer with an adjoint"
+            )
+        twin._cache = self._cache
+        twin.parametrizations["weight"] = self.parametrizations["weight"]  # type: ignore[index,operator]
+        return twin.train(self.training)
+
+    @property
+    def _keeps_all_outputs(self) -> bool:
+        axes = zip(self._pads, self.geometry.extent, self.geometry.stride, strict=True)
+        return self.padding_mode == "circular" and all(sum(pad) >= extent - stride for pad, extent, stride in axes)
+
+    def _check_axes(self, x: Tensor) -> None:
+        channels = x.shape[-1 - self.dims] if x.ndim in (self.dims + 1, self.dims + 2) else 0
+        if channels != self.in_channels or 0 in x.shape[-self.dims :]:
+            raise ValueError(
+                f"input of shape {tuple(x.shape)} must be (batch, {self.in_channels}, and {self.dims} sizes) or the "
+                "same without the batch, no size being 0"
+            )
+
+    def adjoint(self) -> Any:
+        """The transposed layer, without bias, that shares the free tensors of this one."""
+        raise NotImplementedError
+
+    def inverse(self) -> nn.Module:
+        """The exact inverse: the bias is taken off, then the adjoint is applied. Shares all parameters with this layer.
+
+        Raises:
+            ValueError: if the layer is not square (it does not map to as many numbers as it reads), or not orthogonal.
+        """
+        geometry = self.geometry
+        if not self.parametrization.is_orthogonal:
+            raise ValueError(
+                f"method={self.method!r} makes this layer 1-Lipschitz, not orthogonal, so its adjoint is not its "
+                "inverse; use method='aoc'"
+            )
+        if not geometry.square:
+            needed = geometry.group_in * prod(geometry.stride)
+            raise ValueError(
+                f"only a square layer has an inverse: {geometry.group_in} channels a group at stride={geometry.stride} "
+                f"would need {needed} on the other side, not {geometry.group_out}; .adjoint() is a one-sided inverse"
+            )
+        if not self._keeps_all_outputs:
+            raise ValueError(
+                f"padding_mode={self.padding_mode!r} with padding={self.padding!r} loses what falls past the border, "
+                "so there is no inverse; use padding='same', padding_mode='circular'"
+            )
+        return self.adjoint() if self.bias is None else AffineInverse(self.adjoint(), self.bias)  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        """Torch's line, and ours."""
+        mode = (
+            ""
+            if "padding_mode" in super().extra_repr() or self.padding_mode == "zeros"
+            else f", padding_mode={self.padding_mode}"
+        )
+        variant = ", parsimonious=True" if self.geometry.parsimonious else ""
+        options = "".join(f", {name}={value}" for name, value in self.options.items())
+        by = f", orthogonalizer={self.orthogonalizer}" if find_method(self.method).uses_orthogonalizer else ""
+        ours = f"method={self.method}{by}{variant}{options}{self._note}"
+        return f"{super().extra_repr()}{mode}, {ours}"
+
+
+class AffineInverse(nn.Module):
+    """``y ↦ adjoint(y - bias)``: undoes ``x ↦ W x + bias`` for a square orthogonal ``W``."""
+
+    def __init__(self, adjoint: _OrthogonalConvolution, bias: nn.Parameter) -> None:
+        super().__init__()
+        self.adjoint = adjoint
+        self.bias = bias
+
+    def forward(self, y: Tensor) -> Tensor:
+        """Take off the bias, then apply the adjoint."""
+        return self.adjoint(y - self.bias.view(-1, *(1,) * self.adjoint.dims))  # type: ignore[no-any-return]
+
+    def as_torch(self) -> nn.Module:
+        """A convolution with one tap of 1 that takes off the bias, then the plain adjoint."""
+        channels, dims = len(self.bias), self.adjoint.dims
+        shift = PLAIN_CONV[dims](channels, channels, 1, groups=channels, device="meta")
+        copy_weights(shift, self.bias.new_ones(channels, 1, *(1,) * dims), -self.bias, self.training)
+        return nn.Sequential(shift, self.adjoint.as_torch())
+
+
+class _Convolution(_OrthogonalConvolution):
+    """Constructor and forward pass of ``OrthoConv1d``, ``2d`` and ``3d``."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: str | Size = "same",
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "circular",
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        method: str = "aoc",
+        orthogonalizer: str = _DEFAULT_ORTHOGONALIZER,
+        parsimonious: bool = False,
+        **options: Any,
+    ) -> None:
+        sizes = self._numbers(kernel_size, stride, dilation)
+        channels = (in_channels, out_channels)
+        geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
+        pads = geometry.pads(padding, padding_mode)
+        check_dtype(dtype)
+        super().__init__(  # type: ignore[call-arg]
+            geometry.in_channels,
+            geometry.out_channels,
+            geometry.kernel_size,
+            geometry.stride,
+            0,
+            geometry.dilation,
+            geometry.groups,
+            bias,
+            padding_mode,
+            device,
+            dtype,
+        )
+        self._pads, self._padding_argument = pads, padding
+        self._reversed_padding_repeated_twice = flat(pads)  # what torch's own forward would read
+        self.padding = tuple(left for left, _ in pads) if symmetric(pads) else "same"
+        self._finish(geometry, sizes[0], method, orthogonalizer, options)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Convolve, as ``nn.Conv*d`` does.
+
+        Raises:
+            ValueError: if the padding is circular and the stride does not divide the size of the
+                input.
+        """
+        self._check_axes(input)
+        if self._goes_by_series():
+            return in_format_of(input, self._apply_series(input))
+        return self._convolution(input, self._current_weight(), self.bias)
+
+    def adjoint(self) -> Any:
+        """The transposed layer, without bias, that shares the free tensors of this one.
+
+        With zero padding and integers for ``padding`` several input sizes give the same output size; torch's
+        ``output_size`` says which one is meant.
+
+        >>> down = OrthoConv2d(4, 16, 4, stride=2)
+        >>> x = torch.randn(1, 4, 8, 8)
+        >>> bool(torch.allclose(down.adjoint()(down(x) - down.bias.view(-1, 1, 1)), x, atol=1e-5))
+        True
+        """
+        twin = _TRANSPOSED[self.dims](
+            self.out_channels,
+            self.in_channels,
+            padding=self._padding_argument,
+            bias=False,
+            device="meta",
+            **self._options(),
+        )
+        return self._share_weight(twin)
+
+
+class _TransposedConvolution(_OrthogonalConvolution):
+    """Constructor and forward pass of ``OrthoConvTranspose1d``, ``2d`` and ``3d``."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: str | Size = "same",
+        output_padding: Size = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: Size = 1,
+        padding_mode: str = "circular",
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        method: str = "aoc",
+        orthogonalizer: str = _DEFAULT_ORTHOGONALIZER,
+        parsimonious: bool = False,
+        **options: Any,
+    ) -> None:
+        sizes = self._numbers(kernel_size, stride, dilation)
+        channels = (out_channels, in_channels)
+        geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
+        output_padding = per_axis("output_padding", output_padding, self.dims, least=0)
+        pads = crops(geometry, padding, output_padding, padding_mode)
+        check_dtype(dtype)
+        super().__init__(  # type: ignore[call-arg]
+            geometry.out_channels,
+            geometry.in_channels,
+            geometry.kernel_size,
+            geometry.stride,
+            0,
+            0,
+            geometry.groups,
+            bias,
+            geometry.dilation,
+            "zeros",
+            device,
+            dtype,
+        )
+        self._pads, self._padding_argument, self.padding_mode = pads, padding, padding_mode
+        self.padding, self.output_padding, _ = native_crop(pads, geometry.stride, geometry.dilation)
+        self._finish(geometry, sizes[0], method, orthogonalizer, options)
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:  # noqa: A002
+        """Apply the adjoint of the convolution, as ``nn.ConvTranspose*d`` does.
+
+        Args:
+            input: ``(batch, in_channels, *sizes)``.
+            output_size: wanted spatial sizes; with circular padding only ``sizes * stride`` is
+                possible.
+        """
+        self._check_axes(input)
+        convolution = self._convolution
+        if output_size is not None:
+            sizes = input.shape[-self.dims :]
+            cut = crops_for(self.geometry, self._pads, self.padding_mode, sizes, output_size)
+            convolution = replace(convolution, pads=cut)
+        if convolution.pads == self._pads and self._goes_by_series():
+            return in_format_of(input, self._apply_series(input))
+        return convolution(input, self._current_weight(), self.bias)
+
+    def adjoint(self) -> Any:
+        """The convolution, without bias, that this layer is the adjoint of; shares the free tensors.
+
+        Raises:
+            ValueError: if zeros are added to the output that no convolution with these numbers would read.
+        """
+        added = tuple(left - right for left, right in self._pads)
+        if self.padding_mode == "zeros" and any(a >= s for a, s in zip(added, self.stride, strict=True)):
+            raise ValueError(
+                f"output_padding={added} reaches the stride {self.stride}, so the convolution of the output has more "
+                "windows than the input has positions; use a smaller output_padding for a layer with an adjoint"
+            )
+        twin = CONVOLUTION[self.dims](
+            self.out_channels,
+            self.in_channels,
+            padding=self._padding_argument,
+            bias=False,
+            device="meta",
+            **self._options(),
+        )
+        return self._share_weight(twin)
+
+
+class OrthoConv1d(_Convolution, nn.Conv1d):
+    """Orthogonal ``nn.Conv1d``; see ``OrthoConv2d``."""
+
+    dims = 1
+
+
+class OrthoConv2d(_Convolution, nn.Conv2d):
+    """An ``nn.Conv2d`` that is an orthogonal matrix: rows orthonormal if it maps to fewer numbers, columns if to more.
+
+    Arguments are torch's, integers or one for each axis. With the defaults all singular values are
+    1, for every kernel size, stride, dilation and number of groups for which that is possible; what
+    is not possible raises ``ValueError`` with the reason.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        kernel_size: size of the kernel.
+        stride: stride; must divide the input if the padding is circular.
+        padding: ``"same"`` (output size is input size / stride), ``"valid"`` or integers.
+        dilation: spacing of the taps.
+        groups: number of independent groups of channels.
+        bias: whether to add a learnable bias.
+        padding_mode: ``"circular"`` (orthogonal) or ``"zeros"`` (1-Lipschitz, orthogonal away from
+            the border).
+        device: device of the parameters.
+        dtype: dtype of the weight; free tensors are kept in float32 or float64.
+        method: how the kernel is parametrized, one of ``trysquare.METHODS``.
+        orthogonalizer: how matrices are made orthonormal, one of
+            ``trysquare.linalg.ORTHOGONALIZERS``.
+        parsimonious: with a stride and no more outputs than inputs, use the paper's cheaper and
+            less expressive kernel.
+        options: what the method has besides; ``trysquare.METHODS[method].options`` names them, and its class says
+            what they mean.
+
+    Raises:
+        ValueError: if no orthogonal layer has these numbers, naming them and a way out.
+        TypeError: if the method has no such option.
+
+    >>> down = OrthoConv2d(64, 128, 3, stride=2)
+    >>> down(torch.randn(1, 64, 32, 32)).shape
+    torch.Size([1, 128, 16, 16])
+    """
+
+    dims = 2
+
+
+class OrthoConv3d(_Convolution, nn.Conv3d):
+    """Orthogonal ``nn.Conv3d``; see ``OrthoConv2d``."""
+
+    dims = 3
+
+
+class OrthoConvTranspose1d(_TransposedConvolution, nn.ConvTranspose1d):
+    """Orthogonal ``nn.ConvTranspose1d``; see ``OrthoConvTranspose2d``."""
+
+    dims = 1
+
+
+class OrthoConvTranspose2d(_TransposedConvolution, nn.ConvTranspose2d):
+    """An ``nn.ConvTranspose2d`` that is the exact adjoint of the ``OrthoConv2d`` with the same numbers.
+
+    Arguments are torch's, in torch's order, and otherwise those of ``OrthoConv2d``. Circular
+    padding, which torch's own transposed layers refuse, wraps around what falls past the border;
+    the output is then ``input size x stride``.
+
+    >>> up = OrthoConvTranspose2d(128, 64, 3, stride=2)
+    >>> up(torch.randn(1, 128, 16, 16)).shape
+    torch.Size([1, 64, 32, 32])
+    """
+
+    dims = 2
+
+
+class OrthoConvTranspose3d(_TransposedConvolution, nn.ConvTranspose3d):
+    """Orthogonal ``nn.ConvTranspose3d``; see ``OrthoConvTranspose2d``."""
+
+    dims = 3
+
+
+CONVOLUTION: dict[int, Any] = {1: OrthoConv1d, 2: OrthoConv2d, 3: OrthoConv3d}
+_TRANSPOSED: dict[int, Any] = {
+    1: OrthoConvTranspose1d,
+    2: OrthoConvTranspose2d,
+    3: OrthoConvTranspose3d,
+}

@@ -1,0 +1,369 @@
+"""One convolution: its numbers, and how it is applied, transposed, exported and read as a linear operator.
+
+Everything that convolves in this library, plain or transposed, in one to three dimensions, does it here:
+``Convolution`` knows stride, dilation, groups, padding and its mode, and gets the kernel from whoever owns it. Torch
+has circular padding for plain convolutions only, and keeps a padded copy of the input for backward; both are made good
+for below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trysquare.nn.geometry import PADDING_MODES, ConvGeometry, Pads, Sizes, check_circular_size
+from trysquare.nn.layers.base import copy_weights
+from trysquare.nn.linalg.functions import apply_function
+from trysquare.nn.linalg.precision import as_autocast, full_precision
+
+CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+PLAIN_CONV: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+PLAIN_CONV_TRANSPOSE: dict[int, Any] = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+CIRCULAR_PAD: dict[int, Any] = {1: nn.CircularPad1d, 2: nn.CircularPad2d, 3: nn.CircularPad3d}
+ZERO_PAD: dict[int, Any] = {1: nn.ZeroPad1d, 2: nn.ZeroPad2d, 3: nn.ZeroPad3d}
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """How a kernel is applied: a convolution without its kernel and bias. Without axes, a product by a matrix.
+
+    Attributes:
+        kernel_size: taps on each axis.
+        stride: stride of each axis.
+        dilation: dilation of each axis.
+        groups: number of groups.
+        pads: left and right padding; of a transposed convolution, what is cut off its full output.
+        mode: ``"zeros"`` or ``"circular"``: padding is periodic, and what is cut off is wrapped around. The stride must
+            divide what a circular convolution reads, and a transposed one makes ``stride`` times as many positions.
+        transposed: whether it is the transposed convolution, with a kernel ``(in, out / groups, *k)``.
+    """
+
+    kernel_size: Sizes = ()
+    stride: Sizes = ()
+    dilation: Sizes = ()
+    groups: int = 1
+    pads: Pads = ()
+    mode: str = "zeros"
+    transposed: bool = False
+    # Torch's arguments: all of the padding, and zeros on both sides alike, where they are.
+    _flat_pads: list[int] = field(init=False, repr=False, compare=False)
+    _torch_pads: Sizes | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_flat_pads", flat(self.pads))
+        object.__setattr__(self, "_torch_pads", tuple(p for p, _ in self.pads) if symmetric(self.pads) else None)
+
+    @property
+    def dims(self) -> int:
+        """Number of axes."""
+        return len(self.kernel_size)
+
+    @property
+    def extent(self) -> Sizes:
+        """Positions from the first tap to the last on each axis."""
+        return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel_size, self.dilation, strict=True))
+
+    def adjoint(self) -> Convolution:
+        """Of a convolution, the transposed one, with the same kernel, to outputs of ``stride`` times the size."""
+        axes = zip(self.pads, self.extent, self.stride, strict=True)
+        return replace(self, transposed=True, pads=tuple((left, e - s - left) for (left, _), e, s in axes))
+
+    def flipped(self) -> Convolution:
+        """Of a convolution with stride 1, the transposed one as a plain one, with the adjoint kernel."""
+        return replace(self, pads=tuple((right, left) for left, right in self.pads))
+
+    def __call__(self, x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply ``kernel`` to ``(batch, channels, *sizes)``, or without the batch; a matrix to the last axis.
+
+        Short, because an eval pass must cost what torch's own does. The result lies in memory as that of torch would.
+
+        Raises:
+            ValueError: if the padding is circular and the stride does not divide the sizes.
+        """
+        if not self.dims:
+            return F.linear(x, kernel, bias)
+        if self.transposed:
+            return in_format_of(x, self._spread(x, kernel, bias))
+        padding: Any = 0
+        if self.mode == "circular":
+            sizes = x.shape[-self.dims :]
+            if any(size % stride for size, stride in zip(sizes, self.stride, strict=True)):
+                check_circular_size(sizes, self.stride)
+            if any(self._flat_pads):
+                if all(max(pad) <= size for pad, size in zip(self.pads, sizes, strict=True)):
+                    numbers = self._flat_pads, self.stride, self.dilation, self.groups
+                    return in_format_of(x, circular_convolution(x, kernel, bias, *numbers))
+                x = in_format_of(x, circular_pad(x, self.pads))
+        elif self._torch_pads is not None:
+            padding = self._torch_pads
+        else:
+            x = F.pad(x, self._flat_pads)
+        return in_format_of(x, CONV[self.dims](x, kernel, bias, self.stride, padding, self.dilation, self.groups))
+
+    def _spread(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
+        transpose: Any = CONV_TRANSPOSE[self.dims]
+        if self.mode == "circular":
+            full = transpose(x, kernel, None, self.stride, 0, 0, self.groups, self.dilation)
+            sizes = tuple(size * s for size, s in zip(x.shape[-self.dims :], self.stride, strict=True))
+            output = circular_fold(full, tuple(left for left, _ in self.pads), sizes)
+            return output if bias is None else output + bias.to(output.dtype).view(-1, *(1,) * self.dims)
+        padding, extra, rest = native_crop(self.pads, self.stride, self.dilation)
+        output = transpose(x, kernel, bias, self.stride, padding, extra, self.groups, self.dilation)
+        return F.pad(output, flat(rest)) if any(map(any, rest)) else output
+
+    def plain(self, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
+        """The same with this kernel in plain layers of torch; padding is one where torch has no argument for it."""
+        if not self.dims:
+            plain = nn.Linear(kernel.shape[1], kernel.shape[0], bias is not None, device="meta")
+            return copy_weights(plain, kernel, bias, training)
+        return (self._plain_transposed if self.transposed else self._plain_convolution)(kernel, bias, training)
+
+    def _plain_convolution(self, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
+        padding = self._torch_padding()
+        plain = PLAIN_CONV[self.dims](
+            kernel.shape[1] * self.groups, kernel.shape[0], self.kernel_size, self.stride,
+            0 if padding is None else padding, self.dilation, self.groups, bias is not None, self.mode, device="meta",
+        )  # fmt: skip
+        copy_weights(plain, kernel, bias, training)
+        if padding is not None:
+            return plain  # type: ignore[no-any-return]
+        pad = CIRCULAR_PAD if self.mode == "circular" else ZERO_PAD
+        return nn.Sequential(pad[self.dims](tuple(flat(self.pads))), plain).train(training)
+
+    def _torch_padding(self) -> Any:
+        """Torch's argument for the padding, if it has one."""
+        if symmetric(self.pads):
+            return tuple(left for left, _ in self.pads)
+        same = self.pads == tuple(((e - 1) // 2, e // 2) for e in self.extent)
+        return "same" if same and self.mode == "circular" and set(self.stride) == {1} else None
+
+    def _plain_transposed(self, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
+        """A transposed convolution; a periodic extension of the input and a crop of the result wrap around."""
+        if self.mode == "zeros":
+            return self._cropped(self.pads, kernel, bias, training)
+        axes = list(zip(self.pads, self.extent, self.stride, strict=True))
+        # Inputs before the first and after the last one that reach into the output when the domain wraps around.
+        reach = tuple(((extent - 1 - left) // stride, -(-left // stride)) for (left, _), extent, stride in axes)
+        crops = tuple(
+            (left + before * stride, (after - 1) * stride + extent - left)
+            for ((left, _), extent, stride), (before, after) in zip(axes, reach, strict=True)
+        )
+        plain = self._cropped(crops, kernel, bias, training)
+        if not any(map(any, reach)):
+            return plain
+        return nn.Sequential(CIRCULAR_PAD[self.dims](tuple(flat(reach))), plain).train(training)
+
+    def _cropped(self, crops: Pads, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
+        """``nn.ConvTranspose*d`` with ``crops`` cut off its full output."""
+        padding, extra, rest = native_crop(crops, self.stride, self.dilation)
+        plain = PLAIN_CONV_TRANSPOSE[self.dims](
+            kernel.shape[0], kernel.shape[1] * self.groups, self.kernel_size, self.stride, padding, extra, self.groups,
+            bias is not None, self.dilation, device="meta",
+        )  # fmt: skip
+        copy_weights(plain, kernel, bias, training)
+        if not any(map(any, rest)):
+            return plain  # type: ignore[no-any-return]
+        return nn.Sequential(plain, ZERO_PAD[self.dims](tuple(flat(rest)))).train(training)
+
+
+# -- padding
+
+
+def flat(pads: Pads) -> list[int]:
+    """Torch's order: last axis first, left before right."""
+    return [amount for pad in reversed(pads) for amount in pad]
+
+
+def symmetric(pads: Pads) -> bool:
+    """Whether both sides of every axis have the same."""
+    return all(left == right for left, right in pads)
+
+
+def check_padding_mode(mode: str) -> None:
+    """Refuse boundaries under which a convolution amplifies more than its kernel."""
+    if mode not in PADDING_MODES:
+        raise ValueError(
+            f"padding_mode={mode!r} must be one of {', '.join(map(repr, PADDING_MODES))}; the other modes of torch "
+            "repeat pixels and amplify them"
+        )
+
+
+def native_crop(crops: Pads, stride: Sizes, dilation: Sizes) -> tuple[Sizes, Sizes, Pads]:
+    """Torch's ``padding`` and ``output_padding`` that cut ``crops`` off a full transposed convolution, and the rest."""
+    starts, ends = zip(*crops, strict=True)
+    limits = [max(s, d) for s, d in zip(stride, dilation, strict=True)]
+    padding = tuple(min(start, end + limit - 1) for start, end, limit in zip(starts, ends, limits, strict=True))
+    extra = tuple(max(0, pad - end) for pad, end in zip(padding, ends, strict=True))
+    rest = tuple((p - start, p - e - end) for p, e, start, end in zip(padding, extra, starts, ends, strict=True))
+    return padding, extra, rest
+
+
+def crops(geometry: ConvGeometry, padding: str | int | Sequence[int], output_padding: Sizes, mode: str) -> Pads:
+    """What to cut off both ends of the full transposed convolution, or to wrap around, for torch's arguments.
+
+    Raises:
+        ValueError: if they do not fit each other.
+    """
+    pads = geometry.pads(padding, mode)
+    if padding == "same":
+        if any(output_padding):
+            raise ValueError(
+                f"output_padding={output_padding} has no effect with padding='same', whose output is input x stride"
+            )
+        axes = zip(pads, geometry.extent, geometry.stride, strict=True)
+        return tuple((left, extent - stride - left) for (left, _), extent, stride in axes)
+    limits = [max(s, d) for s, d in zip(geometry.stride, geometry.dilation, strict=True)]
+    if any(extra >= limit for extra, limit in zip(output_padding, limits, strict=True)):
+        raise ValueError(f"output_padding={output_padding} must be smaller than stride or dilation, {tuple(limits)}")
+    cut = tuple((left, right - extra) for (left, right), extra in zip(pads, output_padding, strict=True))
+    if mode == "circular":
+        geometry.check_circular(cut)
+    return cut
+
+
+def crops_for(geometry: ConvGeometry, pads: Pads, mode: str, sizes: Sequence[int], output_size: Sequence[int]) -> Pads:
+    """Crops of a transposed layer with crops ``pads`` that make ``output_size`` of an input of ``sizes``.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    dims, stride = geometry.dims, geometry.stride
+    wanted = tuple(output_size)[-dims:]
+    if len(wanted) != dims:
+        raise ValueError(f"output_size={tuple(output_size)} must have {dims} sizes, one per axis")
+    full = [(size - 1) * s + e for size, s, e in zip(sizes, stride, geometry.extent, strict=True)]
+    cut = tuple((left, f - left - want) for (left, _), f, want in zip(pads, full, wanted, strict=True))
+    fits = [abs(new - old) < s for (_, new), (_, old), s in zip(cut, pads, stride, strict=True)]
+    if mode == "circular":
+        fits = [want == size * s for want, size, s in zip(wanted, sizes, stride, strict=True)]
+    if not all(fits):
+        raise ValueError(f"output_size={wanted} cannot be made from an input of size {tuple(sizes)} at stride={stride}")
+    return cut
+
+
+# -- circular boundaries: reading past the edge, and adding what falls past it
+
+
+def in_format_of(x: Tensor, y: Tensor) -> Tensor:
+    """``y`` with channels last in memory, if that is how ``x`` is."""
+    if x.is_contiguous() or y.ndim not in (4, 5) or x.ndim != y.ndim:
+        return y
+    last = torch.channels_last if y.ndim == 4 else torch.channels_last_3d
+    return y.contiguous(memory_format=last) if x.is_contiguous(memory_format=last) else y
+
+
+def _around(x: Tensor, pads: list[int]) -> Tensor:
+    return in_format_of(x, F.pad(x, pads, mode="circular"))
+
+
+def circular_pad(x: Tensor, pads: Pads) -> Tensor:
+    """Extend the last axes of ``x`` periodically, by any amount.
+
+    Torch's own is faster, but stops at one period.
+    """
+    sizes = x.shape[-len(pads) :]
+    for axis, ((left, right), size) in enumerate(zip(pads, sizes, strict=True), start=-len(pads)):
+        x = x.index_select(axis, torch.arange(-left, size + right, device=x.device) % size)
+    return x
+
+
+def circular_fold(full: Tensor, lefts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    """Adjoint of ``circular_pad``: add position ``p`` to ``(p - left) mod size`` on each of the last axes."""
+    for axis, (left, size) in enumerate(zip(lefts, sizes, strict=True), start=-len(sizes)):
+        length = full.shape[axis]
+        front = -left % size
+        back = -(front + length) % size
+        pads = [0, 0] * (-axis - 1) + [front, back]
+        full = F.pad(full, pads).unflatten(axis, (-1, size)).sum(axis - 1)
+    return full
+
+
+class _CircularConvolution(torch.autograd.Function):
+    """Convolution of the periodic extension of ``x``.
+
+    Backward extends ``x`` anew. Torch's own two steps keep the extended copy besides ``x``, which the layer before
+    keeps anyway, and fold its gradient through one copy of all of it for each edge.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, pads: list[int], numbers: tuple[Any, ...]) -> Tensor:
+        return CONV[x.ndim - 2](_around(x, pads), weight, bias, *numbers)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, weight, bias, ctx.pads, ctx.numbers = inputs
+        ctx.bias_shape = None if bias is None else list(bias.shape)
+        ctx.save_for_backward(x, weight)
+        ctx.save_for_forward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        stride, padding, dilation, groups = ctx.numbers
+        # Asked of the engine: `needs_input_grad` is about the graph, not about this pass through it.
+        nodes = [node for node, _ in ctx.next_functions]
+        wanted = [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
+        wanted += [False] * (3 - len(wanted))
+        grad_x, *others = torch.ops.aten.convolution_backward(
+            grad, _around(x, ctx.pads), weight, ctx.bias_shape,
+            stride, padding, dilation, False, padding, groups, wanted,
+        )  # fmt: skip
+        return _folded(grad_x, ctx.pads, x.shape) if wanted[0] else None, *others, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, *_: Any) -> Tensor:
+        old_x, old_weight = ctx.saved_tensors
+        forward = _CircularConvolution.forward
+        terms = [] if x is None else [forward(x, old_weight, None, ctx.pads, ctx.numbers)]
+        terms += [] if weight is None else [forward(old_x, weight, None, ctx.pads, ctx.numbers)]
+        terms += [] if bias is None else [bias.view(-1, *(1,) * (old_x.ndim - 2))]
+        return sum(terms[1:], terms[0])
+
+
+def _folded(full: Tensor, pads: list[int], shape: torch.Size) -> Tensor:
+    """``circular_fold`` in place, for what reaches at most one period past each edge."""
+    for axis, (left, right) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
+        axis = -1 - axis
+        size = shape[axis]
+        full.narrow(axis, size, left).add_(full.narrow(axis, 0, left))
+        full.narrow(axis, left, right).add_(full.narrow(axis, left + size, right))
+        full = full.narrow(axis, left, size)
+    return full
+
+
+def circular_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, pads: list[int], stride: Sizes, dilation: Sizes, groups: int
+) -> Tensor:
+    """Convolve ``x``, extended periodically by ``pads``, torch's flat ones, none larger than its axis.
+
+    In training ``x`` is kept for backward, and no padded copy of it.
+    """
+    numbers = stride, [0] * len(stride), dilation, groups
+    if not _is_for_training(x, weight):
+        return CONV[len(stride)](_around(x, pads), weight, bias, *numbers)
+    x, weight, bias = (_ready(tensor) for tensor in (x, weight, bias))
+    with full_precision(x):
+        return apply_function(_CircularConvolution, x, weight, bias, pads, numbers)  # type: ignore[no-any-return]
+
+
+def _is_for_training(x: Tensor, weight: Tensor) -> bool:
+    """Whether autograd wants gradients of a batch; compilers and transforms want plain operations."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or x.ndim != weight.ndim:
+        return False
+    if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
+        return False
+    return x.requires_grad or weight.requires_grad
+
+
+def _ready(tensor: Any) -> Any:
+    """As autocast wants it, and no leaf: about leaves the engine does not say whether their gradient is wanted."""
+    if tensor is None:
+        return None
+    tensor = as_autocast(tensor)
+    return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor

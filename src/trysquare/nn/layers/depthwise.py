@@ -1,0 +1,80 @@
+"""The residual depthwise block of the paper."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import nn
+
+from trysquare.nn.geometry import positive
+from trysquare.nn.layers.activations import MaxMin
+from trysquare.nn.layers.conv import CONVOLUTION, Size
+from trysquare.nn.layers.residual import LearnableResidual
+
+
+class DepthwiseResidualBlock(LearnableResidual):
+    """Depthwise convolution that doubles the channels, ``MaxMin``, pointwise convolution, learnable skip.
+
+    1-Lipschitz. The depthwise layer needs the multiplier: with one output for each input there is
+    nothing to learn, because the only orthogonal filters are shifts. Two dimensions;
+    ``DepthwiseResidualBlock1d`` and ``3d`` have one and three.
+
+    Args:
+        channels: channels of input and output.
+        kernel_size: size of the depthwise kernel (the paper: 3 for CIFAR-10, 5 for ImageNet).
+        multiplier: outputs of the depthwise layer for each input channel, at least 2; the hidden
+            channels must be even.
+        bias: whether the convolutions have a bias.
+        padding_mode: ``"circular"`` or ``"zeros"``.
+        scale: first value of the factor in front of the branch.
+        device: device of the parameters.
+        dtype: dtype of the weights.
+        convolution: further arguments for both convolutions, such as ``orthogonalizer``.
+
+    >>> DepthwiseResidualBlock2d(8)(torch.randn(1, 8, 6, 6)).shape
+    torch.Size([1, 8, 6, 6])
+    """
+
+    dims: ClassVar[int] = 2
+
+    def __init__(
+        self,
+        channels: int,
+        kernel_size: Size = 3,
+        multiplier: int = 2,
+        bias: bool = True,
+        padding_mode: str = "circular",
+        scale: float = 1.0,
+        device: Any = None,
+        dtype: Any = None,
+        **convolution: Any,
+    ) -> None:
+        hidden = positive("multiplier", multiplier) * positive("channels", channels)
+        if hidden % 2:
+            raise ValueError(f"channels={channels} x multiplier={multiplier} is odd, but MaxMin sorts pairs")
+        options = {"bias": bias, "padding_mode": padding_mode, "device": device, "dtype": dtype, **convolution}
+        layer = CONVOLUTION[self.dims]
+        branch = nn.Sequential(
+            layer(channels, hidden, kernel_size, groups=channels, **options),
+            MaxMin(dim=-1 - self.dims),
+            layer(hidden, channels, 1, **options),
+        )
+        super().__init__(branch, scale=scale, device=device, dtype=dtype)
+
+
+class DepthwiseResidualBlock1d(DepthwiseResidualBlock):
+    """The block in one dimension; see ``DepthwiseResidualBlock``."""
+
+    dims = 1
+
+
+class DepthwiseResidualBlock2d(DepthwiseResidualBlock):
+    """The block in two dimensions; see ``DepthwiseResidualBlock``."""
+
+    dims = 2
+
+
+class DepthwiseResidualBlock3d(DepthwiseResidualBlock):
+    """The block in three dimensions; see ``DepthwiseResidualBlock``."""
+
+    dims = 3

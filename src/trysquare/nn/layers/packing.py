@@ -1,0 +1,90 @@
+"""Several kernels from one parametrization, so that they share free tensors, precision and cache."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trysquare.nn.parametrizations import Parametrization
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class PackedKernels(Parametrization):
+    """Kernels made of parametrized parts, laid out one after the other in one vector.
+
+    Subclasses give ``kernel_shapes`` and ``build_kernels``. The free tensors are those of the
+    parts, then those of ``extra`` shapes, which start at 0.
+    """
+
+    def __init__(self, parts: Sequence[Any], extra: Shapes = (), **factory: Any) -> None:
+        super().__init__(**factory)
+        self.parts: Any = nn.ModuleList(parts)
+        self.extra = extra
+
+    @property
+    @abstractmethod
+    def kernel_shapes(self) -> Shapes:
+        """Shapes of the kernels."""
+
+    @abstractmethod
+    def build_kernels(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """The kernels, from the weight of each part and the extra free tensors."""
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """One vector."""
+        return (sum(map(prod, self.kernel_shapes)),)
+
+    @property
+    def free_shapes(self) -> Shapes:
+        """Those of the parts, then the extra ones."""
+        return (*(shape for part in self.parts for shape in part.free_shapes), *self.extra)
+
+    def draw(self) -> list[Tensor]:
+        """Fresh tensors of the parts, and zeros."""
+        parts = [tensor for part in self.parts for tensor in part.draw()]
+        return [*parts, *(torch.zeros(shape, dtype=torch.float64) for shape in self.extra)]
+
+    def build(self, *free: Tensor) -> Tensor:
+        """All kernels in one vector."""
+        owned, extra = self._owned(free)
+        weights = [part.build(*own) for part, own in zip(self.parts, owned, strict=True)]
+        return torch.cat([kernel.reshape(-1) for kernel in self.build_kernels(*weights, *extra)])
+
+    def reconditioned(self, *free: Tensor) -> list[Tensor]:
+        """As each of the parts does it."""
+        owned, extra = self._owned(free)
+        pairs = zip(self.parts, owned, strict=True)
+        return [*(tensor for part, own in pairs for tensor in part.reconditioned(*own)), *extra]
+
+    def solve(self, weight: Tensor) -> list[Tensor]:
+        """Refuse: kernels that belong together cannot be assigned."""
+        raise ValueError(
+            f"the {len(self.kernel_shapes)} kernels of this block are made together and cannot be assigned; load a "
+            "state_dict, or write to the free tensors"
+        )
+
+    def _owned(self, free: tuple[Tensor, ...]) -> tuple[list[tuple[Tensor, ...]], tuple[Tensor, ...]]:
+        """The free tensors of each part, and the extra ones."""
+        owned, start = [], 0
+        for part in self.parts:
+            count = len(part.free_shapes)
+            owned.append(free[start : start + count])
+            start += count
+        return owned, free[start:]
+
+    def extra_repr(self) -> str:
+        """Shapes of the kernels."""
+        return f"kernels {', '.join(map(str, self.kernel_shapes))}"
+
+
+def unpack(weight: Tensor, shapes: Shapes) -> list[Tensor]:
+    """The kernels as views of the vector."""
+    parts = weight.split([prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,0 +1,146 @@
+"""Steps along the gradient of a convex potential: what SLL and CPL blocks have in common.
+
+``x - 2 Mᵀ σ(M x + b)`` is 1-Lipschitz if ``‖M‖ <= 1`` and ``σ`` acts entry by entry with slopes ``D`` in ``[0, 1]``:
+its Jacobian ``I - 2 MᵀDM`` is symmetric with eigenvalues in ``[-1, 1]``. Zero padding restricts ``M``, which leaves
+its norm at most 1; dilation makes of it several copies on coarser lattices. The two blocks differ in how a free kernel
+becomes a contraction.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from trysquare.naming import refuse_arguments
+from trysquare.nn.geometry import check_groups, per_axis
+from trysquare.nn.layers.base import factory_of
+from trysquare.nn.layers.block import Block, Sum
+from trysquare.nn.layers.conv import Size
+from trysquare.nn.layers.convolution import Convolution, check_padding_mode
+from trysquare.nn.linalg.kernels import adjoint
+from trysquare.nn.parametrizations import Parametrization
+
+
+class Contraction(Parametrization):
+    """A kernel ``(hidden, channels / groups, *k)`` of norm at most 1 on every domain; groups are independent."""
+
+    def __init__(self, shape: tuple[int, ...], groups: int = 1, **factory: Any) -> None:
+        super().__init__(**factory)
+        self.shape, self.groups = shape, groups
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """Shape of the kernel."""
+        return self.shape
+
+    @property
+    def dims(self) -> int:
+        """Number of kernel axes."""
+        return len(self.shape) - 2
+
+    def _by_group(self, tensor: Tensor) -> Tensor:
+        """Kernel or weights with the hidden channels of each group on an axis of their own, the second."""
+        return tensor.unflatten(0, (self.groups, -1))
+
+    def _draw_kernel(self) -> Tensor:
+        return torch.randn(self.shape, dtype=torch.float64) / prod(self.shape[1:]) ** 0.5
+
+
+class _PotentialStep(Block):
+    """``x - 2 Mᵀ σ(M x + b)`` with the contraction ``M`` as ``weight``."""
+
+    # What makes the kernel a contraction.
+    contraction: ClassVar[type[Contraction]]
+
+    def _take_step(
+        self,
+        convolution: Convolution,
+        shape: tuple[int, ...],
+        bias: bool,
+        activation: nn.Module | None,
+        factory: dict[str, Any],
+        options: dict[str, Any],
+    ) -> None:
+        self._first, self._second = convolution, convolution.flipped()
+        made = self.contraction(shape, convolution.groups, **options, **factory_of(torch.empty(0, **factory)))
+        self._finish(made, shape, bias, activation)
+
+    @property
+    def kernels(self) -> tuple[Tensor, Tensor]:
+        """``M`` and ``-2 Mᵀ``."""
+        weight = self._current_weight()
+        return weight, -2 * adjoint(weight, self._first.groups)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Take one step."""
+        return input + self._branch(input, *self.kernels)
+
+    def as_torch(self) -> nn.Module:
+        """The sum of the input and two plain layers with the activation between them."""
+        return Sum(nn.Identity(), self._plain_branch(*self.kernels)).train(self.training)
+
+
+class PotentialLinear(_PotentialStep):
+    """The step for vectors ``(..., features)``."""
+
+    _shown = ("features", "hidden_features")
+
+    def __init__(
+        self,
+        features: int,
+        hidden_features: int | None = None,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        activation: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        refuse_arguments(self._get_name(), options, self._options)
+        self.features = features
+        self.hidden_features = features if hidden_features is None else hidden_features
+        check_groups(1, features=features, hidden_features=self.hidden_features)
+        factory = {"device": device, "dtype": dtype}
+        self._take_step(Convolution(), (self.hidden_features, features), bias, activation, factory, options)
+
+
+class PotentialConv(_PotentialStep):
+    """The step for feature maps ``(batch, channels, *sizes)``."""
+
+    dims: ClassVar[int] = 2
+    _shown = ("channels", "hidden_channels", "kernel_size", "dilation", "groups", "padding_mode")
+
+    def __init__(
+        self,
+        channels: int,
+        hidden_channels: int | None = None,
+        kernel_size: Size = 3,
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "circular",
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        activation: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        why = "the block adds to its own input, so channels and size stay; SLLAOCBlock changes both"
+        refuse_arguments(self._get_name(), options, self._options, stride=why, out_channels=why)
+        check_padding_mode(padding_mode)
+        self.channels, self.groups, self.padding_mode = channels, groups, padding_mode
+        self.hidden_channels = channels if hidden_channels is None else hidden_channels
+        check_groups(groups, channels=channels, hidden_channels=self.hidden_channels)
+        self.kernel_size = per_axis("kernel_size", kernel_size, self.dims)
+        self.dilation = per_axis("dilation", dilation, self.dims)
+        spans = [d * (k - 1) for k, d in zip(self.kernel_size, self.dilation, strict=True)]
+        pads = tuple((span // 2, span - span // 2) for span in spans)
+        numbers = self.kernel_size, (1,) * self.dims, self.dilation
+        shape = (self.hidden_channels, channels // groups, *self.kernel_size)
+        factory = {"device": device, "dtype": dtype}
+        self._take_step(Convolution(*numbers, groups, pads, padding_mode), shape, bias, activation, factory, options)

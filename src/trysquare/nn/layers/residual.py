@@ -1,0 +1,191 @@
+"""Ways to add a skip connection to a 1-Lipschitz function without amplifying."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trysquare.nn.geometry import number
+from trysquare.nn.layers.pooling import EuclideanNorm
+from trysquare.nn.linalg.precision import at_least_float32
+
+
+def _same_shape(skip: Tensor, branch: Tensor) -> None:
+    if skip.shape != branch.shape:
+        raise ValueError(
+            f"the branch maps to {tuple(branch.shape)}, the skip to {tuple(skip.shape)}; they must be the same: give a "
+            "branch that keeps the shape, or a shortcut that changes it in the same way"
+        )
+
+
+class _Residual(nn.Module):
+    """A branch, and a shortcut around it (the identity if there is none)."""
+
+    def __init__(self, branch: nn.Module, shortcut: nn.Module | None = None) -> None:
+        super().__init__()
+        self.branch = branch
+        self.shortcut = shortcut
+
+    def _skip(self, x: Tensor) -> Tensor:
+        return x if self.shortcut is None else self.shortcut(x)
+
+
+def _exact(parameter: Tensor) -> Tensor:
+    """Weights are computed in float32 or better, so that they add up to 1 before they are rounded."""
+    return parameter.to(at_least_float32(parameter.dtype))
+
+
+class LearnableResidual(_Residual):
+    """``(a1 x + f(a2 x)) / (|a1| + |a2|)``, the paper's residual block: 1-Lipschitz if ``f`` is.
+
+    The factor ``a2`` in front of ``f`` also scales what reaches its nonlinearities. As in the
+    paper, ``a1 = 1`` unless asked otherwise.
+
+    Args:
+        branch: the function ``f``, 1-Lipschitz.
+        shortcut: a 1-Lipschitz module in the place of ``x``, where ``f`` changes the shape.
+        scale: first value of ``a2``.
+        learnable_skip: whether ``a1`` is learnable too.
+        device: device of the factors.
+        dtype: dtype of the factors.
+
+    >>> LearnableResidual(nn.Sequential(OrthoConv2d(4, 4, 3), MaxMin()))(torch.randn(1, 4, 8, 8)).shape
+    torch.Size([1, 4, 8, 8])
+    """
+
+    def __init__(
+        self,
+        branch: nn.Module,
+        shortcut: nn.Module | None = None,
+        scale: float = 1.0,
+        learnable_skip: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(branch, shortcut)
+        self.scale = nn.Parameter(torch.tensor(float(scale), device=device, dtype=dtype))
+        one = torch.ones((), device=device, dtype=dtype)
+        if learnable_skip:
+            self.skip_scale = nn.Parameter(one)
+        else:
+            self.register_buffer("skip_scale", one, persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Weighted sum of skip and branch."""
+        skip_scale, scale, share = self.factors(input.dtype)
+        skip, branch = self._skip(input), self.branch(input * scale.to(input.dtype))
+        _same_shape(skip, branch)
+        return skip * (skip_scale * share).to(skip.dtype) + branch * share.to(branch.dtype)
+
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """``a1``, ``a2`` and ``1 / (|a1| + |a2|)`` for an input of this dtype, in float32 or better.
+
+        Neither factor is larger, nor their sum smaller (unless it is 0, and so then is the output), than the root of
+        the largest number of the dtype, or its inverse: products with them would leave the range.
+        """
+        limit = torch.finfo(dtype).max ** 0.5
+        skip_scale, scale = (_exact(factor).clamp(-limit, limit) for factor in (self.skip_scale, self.scale))
+        total = skip_scale.abs() + scale.abs()
+        share = torch.where(total > 0, 1 / torch.where(total > 0, total, 1.0).clamp_min(1 / limit), 0.0)
+        return skip_scale, scale, share
+
+
+class ConvexResidual(_Residual):
+    """``(1 - t) x + t f(x)`` with a learnable ``t`` between 0 and 1: 1-Lipschitz if ``f`` is.
+
+    Args:
+        branch: the function ``f``, 1-Lipschitz.
+        shortcut: a 1-Lipschitz module in the place of ``x``, where ``f`` changes the shape.
+        weight: first value of ``t``, between 0 and 1 (both excluded).
+        device: device of the weight.
+        dtype: dtype of the weight.
+
+    >>> ConvexResidual(OrthoLinear(8, 8))(torch.randn(2, 8)).shape
+    torch.Size([2, 8])
+    """
+
+    def __init__(
+        self,
+        branch: nn.Module,
+        shortcut: nn.Module | None = None,
+        weight: float = 0.5,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(branch, shortcut)
+        if not 0 < number("weight", weight) < 1:
+            raise ValueError(f"weight={weight} must be between 0 and 1, both excluded")
+        self.logit = nn.Parameter(torch.tensor(math.log(weight / (1 - weight)), device=device, dtype=dtype))
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Convex combination of skip and branch."""
+        weight = _exact(self.logit).sigmoid()
+        skip, branch = self._skip(input), self.branch(input)
+        _same_shape(skip, branch)
+        return skip * (1 - weight).to(skip.dtype) + branch * weight.to(branch.dtype)
+
+
+class ConcatResidual(nn.Module):
+    """Half of the channels pass, the others go through ``f``: 1-Lipschitz, or isometric, if ``f`` is.
+
+    Args:
+        branch: the function ``f`` of the second half of the channels.
+        dim: axis of the channels, of even size.
+
+    >>> ConcatResidual(OrthoConv2d(4, 4, 3))(torch.randn(1, 8, 6, 6)).shape
+    torch.Size([1, 8, 6, 6])
+    """
+
+    def __init__(self, branch: nn.Module, dim: int = 1) -> None:
+        super().__init__()
+        self.branch, self.dim = branch, dim
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Concatenate the first half and ``f`` of the second."""
+        if input.shape[self.dim] % 2:
+            raise ValueError(f"{input.shape[self.dim]} channels on axis {self.dim} cannot be split in two halves")
+        first, second = input.chunk(2, self.dim)
+        branch = self.branch(second)
+        return torch.cat((first.to(branch.dtype), branch), self.dim)
+
+
+class L2Residual(_Residual):
+    """``sqrt((cos(t) x)² + (sin(t) f(x))²)``, entry by entry, with a learnable ``t``: 1-Lipschitz if ``f`` is.
+
+    The pair ``(cos(t) x, sin(t) f(x))`` depends on ``x`` in a 1-Lipschitz way and so does its norm,
+    which is also an activation; the gradient at 0 is 0.
+
+    Args:
+        branch: the function ``f``, 1-Lipschitz.
+        shortcut: a 1-Lipschitz module in the place of ``x``, where ``f`` changes the shape.
+        angle: first value of ``t``; skip and branch weigh the same at ``pi / 4``.
+        device: device of the angle.
+        dtype: dtype of the angle.
+
+    >>> bool((L2Residual(OrthoLinear(8, 8))(torch.randn(2, 8)) >= 0).all())
+    True
+    """
+
+    def __init__(
+        self,
+        branch: nn.Module,
+        shortcut: nn.Module | None = None,
+        angle: float = math.pi / 4,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(branch, shortcut)
+        self.norm = EuclideanNorm(1)
+        self.angle = nn.Parameter(torch.tensor(float(angle), device=device, dtype=dtype))
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Norm of skip and branch, entry by entry."""
+        angle = _exact(self.angle)
+        skip, branch = self._skip(input), self.branch(input)
+        _same_shape(skip, branch)
+        wide = at_least_float32(branch.dtype)
+        both = torch.stack((skip.to(wide) * angle.cos(), branch.to(wide) * angle.sin()), 1)
+        return self.norm(both).to(branch.dtype)  # type: ignore[no-any-return]

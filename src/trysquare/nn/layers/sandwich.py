@@ -1,0 +1,241 @@
+"""Sandwich layers (Wang and Manchester, 2023): ``√2 Aᵀ Ψ σ(√2 Ψ⁻¹ B x + b)``, 1-Lipschitz as a whole.
+
+``[A B]`` is a contraction, ``Ψ`` any positive diagonal (see ``linalg.sandwich``). With zero padding ``[A B]``
+is restricted, which leaves it a contraction. The Jacobian is ``2 AᵀDB`` for slopes ``D``; its transpose belongs to the
+layer with ``A`` and ``B`` exchanged. So a convolution ``B`` with a stride makes a layer that makes maps smaller, and a
+convolution ``A`` with a stride one that makes them larger.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trysquare.nn.geometry import check_groups
+from trysquare.nn.layers.base import factory_of
+from trysquare.nn.layers.block import PackedBlock, ResamplingBlock
+from trysquare.nn.layers.convolution import Convolution
+from trysquare.nn.layers.packing import PackedKernels, Shapes
+from trysquare.nn.linalg.kernels import adjoint
+from trysquare.nn.linalg.rescaling import positive
+from trysquare.nn.linalg.sandwich import mix, sandwich_pair
+from trysquare.nn.parametrizations import OrthonormalMatrix
+
+
+class SandwichMatrices(PackedKernels):
+    """``√2 Ψ⁻¹ B`` and ``√2 Aᵀ Ψ`` for one orthonormal matrix ``[A B]`` and free factors ``Ψ``."""
+
+    def __init__(self, inputs: int, outputs: int, hidden: int, orthogonalizer: str, **factory: Any) -> None:
+        both = OrthonormalMatrix((hidden, outputs + inputs), orthogonalizer, **factory)
+        super().__init__((both,), ((hidden,),), **factory)
+        self.inputs, self.outputs, self.hidden = inputs, outputs, hidden
+
+    @property
+    def kernel_shapes(self) -> Shapes:
+        """First and second matrix."""
+        return (self.hidden, self.inputs), (self.outputs, self.hidden)
+
+    def build_kernels(self, *tensors: Tensor) -> list[Tensor]:
+        """Split, and scale by ``Ψ``."""
+        both, free_psi = tensors
+        a, b = both[:, : self.outputs], both[:, self.outputs :]
+        first, second = sandwich_pair(a, b, positive(free_psi).unsqueeze(-1))
+        return [first, second.mT]
+
+
+class SandwichKernels(PackedKernels):
+    """``[A B] = M diag(a, b)`` for orthogonal kernels ``a``, ``b`` and an orthonormal matrix ``M`` for each group.
+
+    ``b`` is the one with the stride, or, in a transposed layer, ``a``. The second kernel is ``√2 Ψ A``
+    for a transposed convolution, or its adjoint for a plain one.
+    """
+
+    def __init__(
+        self, plain: Any, strided: Any, groups: int, transposed: bool, orthogonalizer: str, **factory: Any
+    ) -> None:
+        hidden = plain.weight_shape[0]
+        matrix = OrthonormalMatrix((groups, hidden // groups, 2 * hidden // groups), orthogonalizer, **factory)
+        super().__init__((plain, strided, matrix), ((hidden,),), **factory)
+        self.groups, self.transposed = groups, transposed
+
+    @property
+    def kernel_shapes(self) -> Shapes:
+        """First and second kernel."""
+        plain, strided = (tuple(part.weight_shape) for part in self.parts[:2])
+        if self.transposed:
+            return plain, strided
+        hidden, outputs, *taps = plain
+        return strided, (outputs * self.groups, hidden // self.groups, *taps)
+
+    def build_kernels(self, *tensors: Tensor) -> list[Tensor]:
+        """Mix, and scale by ``Ψ``."""
+        plain, strided, matrix, free_psi = tensors
+        psi = positive(free_psi).view(-1, *(1,) * (plain.ndim - 1))
+        plain, strided = mix(matrix, plain, strided)
+        if self.transposed:
+            return list(sandwich_pair(strided, plain, psi))
+        first, second = sandwich_pair(plain, strided, psi)
+        return [first, adjoint(second, self.groups)]
+
+
+class _Sandwich(PackedBlock):
+    """The branch alone."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """First kernel, activation, second kernel.
+
+        Raises:
+            ValueError: if the padding is circular and the stride does not divide the input of a layer that is not
+                transposed.
+        """
+        return self._branch(input, *self.kernels)
+
+    def as_torch(self) -> nn.Module:
+        """Two plain layers with the activation between them."""
+        return self._plain_branch(*self.kernels)
+
+
+class SandwichLinear(_Sandwich):
+    """``√2 Aᵀ Ψ σ(√2 Ψ⁻¹ B x + b)`` for vectors, with ``[A B]`` orthonormal. 1-Lipschitz.
+
+    Args:
+        in_features: size of each input sample.
+        out_features: size of each output sample.
+        bias: whether there is a learnable ``b``.
+        device: device of the parameters.
+        dtype: dtype of the weights; free tensors are kept in float32 or float64.
+        hidden_features: rows of ``A`` and ``B``; ``out_features`` if not given.
+        activation: acts entry by entry with slopes between 0 and 1; ReLU if not given.
+        orthogonalizer: how ``[A B]`` is made orthonormal; the original method has ``"cayley"``.
+
+    >>> SandwichLinear(16, 8)(torch.randn(2, 16)).shape
+    torch.Size([2, 8])
+    """
+
+    _shown = ("in_features", "out_features", "hidden_features", "orthogonalizer")
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        hidden_features: int | None = None,
+        activation: nn.Module | None = None,
+        orthogonalizer: str = "cholesky",
+    ) -> None:
+        super().__init__()
+        hidden = out_features if hidden_features is None else hidden_features
+        check_groups(1, in_features=in_features, out_features=out_features, hidden_features=hidden)
+        self.in_features, self.out_features, self.hidden_features = in_features, out_features, hidden
+        self.orthogonalizer = orthogonalizer
+        self._first = self._second = Convolution()
+        factory = factory_of(torch.empty(0, device=device, dtype=dtype))
+        kernels = SandwichMatrices(in_features, out_features, hidden, orthogonalizer, **factory)
+        self._finish(kernels, (hidden, in_features), bias, activation)
+
+
+class _ExplicitSandwich(_Sandwich, ResamplingBlock):
+    """Constructor of both convolutions; the hidden layer is on the coarse side."""
+
+    def _kernels(self, factory: dict[str, Any]) -> SandwichKernels:
+        fine, coarse = ((side, self.hidden_channels) for side in self._sides)
+        strided = self._geometry("the strided kernel", fine, self.kernel_size, True, "hidden_channels")
+        plain = self._geometry("the plain kernel", coarse, self.kernel_size, False, "hidden_channels")
+        down = self._convolution(self.kernel_size, strided.pads("same", self.padding_mode), strided=True)
+        flat = self._convolution(self.kernel_size, plain.pads("same", self.padding_mode), strided=False)
+        self._first, self._second = (flat, down.adjoint()) if self.transposed else (down, flat.flipped())
+        parts = self._orthogonal(plain, factory), self._orthogonal(strided, factory)
+        return SandwichKernels(*parts, self.groups, self.transposed, self.orthogonalizer, **factory)
+
+
+class SandwichAOCConv(_ExplicitSandwich):
+    """Sandwich layer with explicit orthogonal kernels and stride: two plain convolutions. 1-Lipschitz.
+
+    The first convolution maps to ``hidden_channels`` with the stride, the second, of the same size
+    and stride 1, to ``out_channels``. Their orthogonal kernels are tied by an orthonormal matrix
+    (see ``linalg.sandwich.mix``). Two dimensions; ``SandwichAOCConv1d`` and ``3d`` have
+    one and three.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        kernel_size: size of both kernels.
+        stride: stride; must divide the input if the padding is circular.
+        dilation: spacing of the taps of both kernels.
+        groups: number of independent groups of channels.
+        bias: whether the hidden layer has a learnable bias.
+        padding_mode: ``"circular"`` or ``"zeros"``.
+        device: device of the parameters.
+        dtype: dtype of the weights; free tensors are kept in float32 or float64.
+        hidden_channels: channels between the convolutions; ``out_channels`` if not given.
+        activation: acts entry by entry with slopes between 0 and 1; ReLU if not given.
+        method: how the kernels are parametrized: ``"aoc"``, ``"bcop"``, ``"sc-fac"`` or
+            ``"bro"``, which make orthogonal kernels of exactly the size that is asked for.
+        orthogonalizer: how their matrices are made orthonormal.
+
+    Raises:
+        ValueError: if no orthogonal kernels have these numbers.
+
+    >>> SandwichAOCConv2d(8, 16, 3, stride=2)(torch.randn(1, 8, 6, 6)).shape
+    torch.Size([1, 16, 3, 3])
+    """
+
+
+class SandwichAOCConv1d(SandwichAOCConv):
+    """The layer in one dimension; see ``SandwichAOCConv``."""
+
+    dims = 1
+
+
+class SandwichAOCConv2d(SandwichAOCConv):
+    """The layer in two dimensions; see ``SandwichAOCConv``."""
+
+    dims = 2
+
+
+class SandwichAOCConv3d(SandwichAOCConv):
+    """The layer in three dimensions; see ``SandwichAOCConv``."""
+
+    dims = 3
+
+
+class SandwichAOCConvTranspose(_ExplicitSandwich):
+    """Sandwich layer with explicit orthogonal kernels that makes maps larger. 1-Lipschitz.
+
+    Its Jacobians are transposes of those of a ``SandwichAOCConv`` from ``out_channels`` to
+    ``in_channels``: a plain convolution to ``hidden_channels``, then a transposed one with the
+    stride. The output has ``stride`` times the size of the input; with zero padding what falls past
+    its border is cut off. Two dimensions; ``SandwichAOCConvTranspose1d`` and ``3d`` have one and
+    three.
+
+    Arguments are those of ``SandwichAOCConv``, with ``in_channels`` for ``hidden_channels`` if not
+    given.
+
+    >>> SandwichAOCConvTranspose2d(16, 8, 3, stride=2)(torch.randn(1, 16, 3, 3)).shape
+    torch.Size([1, 8, 6, 6])
+    """
+
+    transposed = True
+
+
+class SandwichAOCConvTranspose1d(SandwichAOCConvTranspose):
+    """The layer in one dimension; see ``SandwichAOCConvTranspose``."""
+
+    dims = 1
+
+
+class SandwichAOCConvTranspose2d(SandwichAOCConvTranspose):
+    """The layer in two dimensions; see ``SandwichAOCConvTranspose``."""
+
+    dims = 2
+
+
+class SandwichAOCConvTranspose3d(SandwichAOCConvTranspose):
+    """The layer in three dimensions; see ``SandwichAOCConvTranspose``."""
+
+    dims = 3

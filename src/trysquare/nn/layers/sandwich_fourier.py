@@ -1,0 +1,255 @@
+"""Sandwich convolution in the frequency domain, as its authors have it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from math import prod
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from trysquare.nn.geometry import Sizes, per_axis
+from trysquare.nn.layers.activations import with_slopes_in_unit_interval
+from trysquare.nn.layers.base import keeping_precision
+from trysquare.nn.layers.fourier import ImageSized, Size, plain_layer
+from trysquare.nn.linalg.fourier import apply_response, of_response
+from trysquare.nn.linalg.orthogonalize import cayley_rows
+from trysquare.nn.linalg.precision import at_least_float32, full_precision, protected
+from trysquare.nn.linalg.rescaling import limited, positive
+from trysquare.nn.linalg.sandwich import sandwich_pair
+from trysquare.nn.parametrizations.upkeep import Caching
+
+# Mean norm of the rows of a free kernel above which it is scaled down: far beyond it the rounding of the Cayley
+# transform, which grows with the square, would make it no contraction. At the start it is 1.
+_MOST = 30.0
+
+
+class FrequencyResponse(Caching):
+    """Free kernel to ``√2 Ψ⁻¹ B`` and ``√2 Ψ A`` at each frequency of a domain, kept in eval until something changes.
+
+    Free tensors stay in float32 or float64 when the layer is cast to a shorter dtype.
+
+    Args:
+        shape: groups, hidden channels of a group, and channels of a group on the side with the stride, all of its
+            positions; on the other side there are as many as hidden ones.
+        kernel_size: size of the free kernel.
+        dilation: spacing of its taps.
+        transposed: whether ``A`` has the stride; otherwise ``B``.
+        device: device of the parameters.
+        dtype: dtype of the layer.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        kernel_size: Sizes,
+        dilation: Sizes,
+        transposed: bool,
+        device: Any,
+        dtype: Any,
+    ) -> None:
+        super().__init__()
+        groups, self.hidden, strided = shape
+        self.dilation, self.transposed = dilation, transposed
+        precise = at_least_float32(torch.get_default_dtype() if dtype is None else dtype)
+        free = (groups, self.hidden, self.hidden + strided, *kernel_size)
+        self.free = nn.Parameter(torch.empty(free, device=device, dtype=precise))
+        self.free_psi = nn.Parameter(torch.empty(groups, self.hidden, device=device, dtype=precise))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A normal kernel whose frequency response has entries of size ``1 / sqrt(columns)``, and ``Ψ = I``."""
+        nn.init.normal_(self.free, std=prod(self.free.shape[2:]) ** -0.5)
+        nn.init.zeros_(self.free_psi)
+
+    @property
+    def psi(self) -> Tensor:
+        """``Ψ``, to be multiplied with blocks ``(..., groups, hidden, m)``."""
+        return positive(self.free_psi).unsqueeze(-1)
+
+    def forward(self, sizes: Sizes) -> tuple[Tensor, Tensor]:
+        """``(*frequencies, groups, hidden, m)`` before the activation and, to be transposed, after it."""
+        names = ("free", "free_psi")
+        if self.may_cache((self.free, self.free_psi), self._parameters, names):
+            return self._ordered(self.cache.kept(lambda: self._built(sizes), self._parameters, names, sizes))
+        return self._ordered(self._built(sizes))
+
+    def _ordered(self, both: Tensor) -> tuple[Tensor, Tensor]:
+        """The halves in the order in which they are applied."""
+        plain, strided = both[..., : self.hidden], both[..., self.hidden :]
+        return (plain, strided) if self.transposed else (strided, plain)
+
+    def _built(self, sizes: Sizes) -> Tensor:
+        def build(free: Tensor, free_psi: Tensor) -> Tensor:
+            bounded = limited(free, _MOST, dims=len(sizes))
+            return of_response(lambda blocks: self._pair(blocks, free_psi), bounded, sizes, self.dilation)
+
+        return protected(build, [self.free, self.free_psi])
+
+    def _pair(self, blocks: Tensor, free_psi: Tensor) -> Tensor:
+        b, a = self._ordered(cayley_rows(blocks))
+        before, after = sandwich_pair(a, b, positive(free_psi).unsqueeze(-1))
+        return torch.cat((before, after) if self.transposed else (after, before), -1)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        return super()._apply(keeping_precision(fn, self.parameters()), recurse)
+
+
+class _FourierSandwich(ImageSized):
+    """Constructor and forward pass of both convolutions; the hidden layer is on the coarse side."""
+
+    dims: ClassVar[int] = 2
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        activation: nn.Module | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__()
+        self._set_numbers((in_channels, out_channels), (kernel_size, stride, dilation), groups, others)
+        self.activation = with_slopes_in_unit_interval(activation)
+        shape = self._group_shape
+        self.response = FrequencyResponse(shape, self.kernel_size, self.dilation, self.transposed, device, dtype)
+        self.bias = nn.Parameter(torch.empty(groups * shape[1], device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new free tensors and a new bias (uniform, as torch does)."""
+        self.response.reset_parameters()
+        if self.bias is not None:
+            bound = (self.in_channels // self.groups * prod(self.kernel_size)) ** -0.5
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """``(batch, in_channels, *sizes)`` to ``(batch, out_channels, *(sizes / stride))``, or times the stride.
+
+        Raises:
+            ValueError: if a stride that makes maps smaller does not divide the sizes, or the shape is another one.
+        """
+        with full_precision(input):
+            coarse = self._to_coarse(self._batched(input)).to(self.response.free.dtype)
+            y = self._to_output(self._on_coarse_grid(coarse)).to(input.dtype)
+        return y.squeeze(0) if input.ndim == self.dims + 1 else y
+
+    def _on_coarse_grid(self, x: Tensor) -> Tensor:
+        before, after = self.response(tuple(x.shape[2:]))
+        hidden = apply_response(before, x, self.dims)
+        if self.bias is not None:
+            hidden = hidden + self.bias.to(hidden.dtype).view(-1, *(1,) * self.dims)
+        return apply_response(after.mH, self.activation(hidden), self.dims)
+
+    def at_size(self, *sizes: int) -> nn.Module:
+        """The same function in plain layers with the activation between them, for inputs of the given sizes only.
+
+        Raises:
+            ValueError: if the layer does not take inputs of these sizes.
+
+        >>> layer = SandwichConv2d(4, 8, 3, stride=2)
+        >>> x = torch.randn(1, 4, 6, 8)
+        >>> torch.allclose(layer.at_size(6, 8)(x), layer(x), atol=1e-5)
+        True
+        """
+        coarse = self.coarse_sizes(per_axis("sizes", sizes, self.dims))
+        before, after = self.response(coarse)
+        dtype = self.response.free.dtype if self.bias is None else self.bias.dtype
+        one = (1,) * self.dims
+        down, up = (one, self.stride) if self.transposed else (self.stride, one)
+        first = plain_layer(before, coarse, down, False, self.bias, dtype)
+        second = plain_layer(after, coarse, up, True, None, dtype)
+        return nn.Sequential(first, copy.deepcopy(self.activation), second).train(self.training)
+
+    def extra_repr(self) -> str:
+        """Numbers of the layer."""
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
+            f"dilation={self.dilation}, groups={self.groups}"
+        )
+
+
+class SandwichConv(_FourierSandwich):
+    """Sandwich convolution by Fourier and Cayley transforms, on a circular domain of any size. 1-Lipschitz.
+
+    ``[A B]`` has orthonormal rows at every frequency. The kernels that do this are as large as the
+    feature map, so ``at_size`` exports plain layers for one size only; ``SandwichAOCConv`` has small ones. In
+    eval the frequency response is kept until the parameters or the size of the input change. Two
+    dimensions; ``SandwichConv1d`` and ``3d`` have one and three.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output and of the hidden layer.
+        kernel_size: size of the free kernel that is transformed.
+        stride: stride, by invertible downsampling; must divide the input.
+        dilation: spacing of the taps of the free kernel, after the downsampling.
+        groups: number of independent groups of channels.
+        bias: whether the hidden layer has a learnable bias.
+        device: device of the parameters.
+        dtype: dtype of the bias; free tensors are kept in float32 or float64.
+        activation: acts entry by entry with slopes between 0 and 1; ReLU if not given.
+
+    >>> SandwichConv2d(8, 16, 3, stride=2)(torch.randn(1, 8, 6, 6)).shape
+    torch.Size([1, 16, 3, 3])
+    """
+
+
+class SandwichConv1d(SandwichConv):
+    """The layer in one dimension; see ``SandwichConv``."""
+
+    dims = 1
+
+
+class SandwichConv2d(SandwichConv):
+    """The layer in two dimensions; see ``SandwichConv``."""
+
+    dims = 2
+
+
+class SandwichConv3d(SandwichConv):
+    """The layer in three dimensions; see ``SandwichConv``."""
+
+    dims = 3
+
+
+class SandwichConvTranspose(_FourierSandwich):
+    """Sandwich convolution by Fourier and Cayley transforms that makes maps larger. 1-Lipschitz.
+
+    Its Jacobians are transposes of those of a ``SandwichConv`` from ``out_channels`` to
+    ``in_channels``; the stride is an invertible upsampling at the end. Two dimensions;
+    ``SandwichConvTranspose1d`` and ``3d`` have one and three.
+
+    Arguments are those of ``SandwichConv``; the hidden layer has ``in_channels``.
+
+    >>> SandwichConvTranspose2d(16, 8, 3, stride=2)(torch.randn(1, 16, 3, 3)).shape
+    torch.Size([1, 8, 6, 6])
+    """
+
+    transposed = True
+
+
+class SandwichConvTranspose1d(SandwichConvTranspose):
+    """The layer in one dimension; see ``SandwichConvTranspose``."""
+
+    dims = 1
+
+
+class SandwichConvTranspose2d(SandwichConvTranspose):
+    """The layer in two dimensions; see ``SandwichConvTranspose``."""
+
+    dims = 2
+
+
+class SandwichConvTranspose3d(SandwichConvTranspose):
+    """The layer in three dimensions; see ``SandwichConvTranspose``."""
+
+    dims = 3

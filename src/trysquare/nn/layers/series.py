@@ -1,0 +1,113 @@
+"""SOC without its kernel: the terms of the exponential are applied to the input one after the other.
+
+The kernel that they add up to has ``terms (k - 1) + 1`` taps on each axis. In two and three dimensions these are many
+more than those of ``terms`` small kernels, and in training to add them up anew for each step costs more than most
+batches. For backward a map is kept for each term.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Self
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from trysquare.nn.geometry import ConvGeometry
+from trysquare.nn.layers.convolution import Convolution
+from trysquare.nn.linalg.precision import as_autocast
+from trysquare.nn.parametrizations.soc import SOC
+
+
+@dataclass(frozen=True)
+class Series:
+    """How ``matrix ∘ exp(skew)``, or its adjoint, is applied to an input on a circular domain.
+
+    Attributes:
+        geometry: numbers of the convolution.
+        terms: degree of the Taylor polynomial.
+        skew: how the skew kernel is applied, in every term.
+        matrix: how the matrix is applied.
+    """
+
+    geometry: ConvGeometry
+    terms: int
+    skew: Convolution
+    matrix: Convolution
+
+    @classmethod
+    def of(cls, parametrization: Any, geometry: ConvGeometry, whole: Convolution) -> Self | None:
+        """The series of a layer, if it has one that is worth it and does what the ``whole`` kernel does.
+
+        It does not with zeros around the map, which every term would meet anew, nor where the padding is less than
+        that of the terms, nor where there is a stride but no matrix that does it. Terms are rounded one by one, which
+        the rest of the series amplifies, up to ``exp(norm)`` times.
+        """
+        if not isinstance(parametrization, SOC) or whole.mode != "circular" or parametrization.norm > 1:
+            return None
+        k, terms = parametrization.skew_size, parametrization.terms
+        halves = [d * (size - 1) // 2 for size, d in zip(k, whole.dilation, strict=True)]
+        axes = zip(whole.pads, halves, strict=True)
+        rest = tuple((left - terms * half, right - terms * half) for (left, right), half in axes)
+        if min(map(min, rest)) < 0 or (max(whole.stride) > 1 and prod(geometry.reach) == 1):
+            return None
+        # Products for each position of the map without stride, where the terms are applied.
+        by_terms = terms * prod(k) * geometry.inner_channels**2
+        by_kernel = prod(whole.kernel_size) * geometry.group_in * geometry.group_out / prod(whole.stride)
+        if by_terms >= by_kernel:
+            return None
+        pads = tuple((half, half) for half in halves)
+        skew = Convolution(k, (1,) * whole.dims, whole.dilation, whole.groups, pads, "circular")
+        matrix = Convolution(
+            geometry.reach, whole.stride, whole.dilation, whole.groups, rest, "circular", whole.transposed
+        )
+        return cls(geometry, terms, skew, matrix)
+
+    def __call__(self, x: Tensor, matrix: Tensor | None, skew: Tensor, bias: Tensor | None) -> Tensor:
+        """Apply the factors, see ``SOC.factors``, to ``(batch, channels, *sizes)``, or without the batch."""
+        if self._rotates_first:
+            y = self._mixed(self._rotated(self._widened(x), skew), matrix)
+        else:
+            y = self._narrowed(self._rotated(self._mixed(x, matrix), skew))
+        return as_autocast(y if bias is None else y + bias.view(-1, *(1,) * self.skew.dims))
+
+    @property
+    def _rotates_first(self) -> bool:
+        """A convolution does, unless it is built from its adjoint; a transposed one has the opposite order."""
+        return self.geometry.built_from_adjoint == self.geometry.transposed
+
+    def _rotated(self, x: Tensor, skew: Tensor) -> Tensor:
+        """``Σ_{j <= terms} Sʲ x / j!``, from the last term to the first.
+
+        Of a transposed convolution the adjoint is wanted, and that of ``S`` is ``-S``.
+        """
+        sign = -1 if self.geometry.transposed else 1
+        y = x
+        for term in range(self.terms, 0, -1):
+            y = x.add(self.skew(y, skew), alpha=sign / term)
+        return y
+
+    def _mixed(self, x: Tensor, matrix: Tensor | None) -> Tensor:
+        return x if matrix is None else self.matrix(x, matrix)
+
+    @property
+    def _missing(self) -> int:
+        """Channels of a group that the skew kernel has and the input of the convolution has not."""
+        return 0 if self.geometry.built_from_adjoint else self.geometry.inner_channels - self.geometry.group_in
+
+    def _widened(self, x: Tensor) -> Tensor:
+        """Zeros in the channels that are missing."""
+        if not self._missing:
+            return x
+        axis = -1 - self.skew.dims
+        groups = x.unflatten(axis, (self.geometry.groups, self.geometry.group_in))
+        return F.pad(groups, [*(0, 0) * self.skew.dims, 0, self._missing]).flatten(axis - 1, axis)
+
+    def _narrowed(self, y: Tensor) -> Tensor:
+        """The adjoint of ``_widened``."""
+        if not self._missing:
+            return y
+        axis = -1 - self.skew.dims
+        groups = y.unflatten(axis, (self.geometry.groups, -1))
+        return groups.narrow(axis, 0, self.geometry.group_in).flatten(axis - 1, axis)

@@ -1,0 +1,141 @@
+"""Norms of vectors, and upper bounds of norms of operators, that gradients pass through; ``bounds`` certifies."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from math import cos, pi, prod
+
+import torch
+from torch import Tensor
+
+from trysquare.nn.linalg.precision import full_precision
+from trysquare.nn.linalg.rescaling import gram, row_sums, scaled_to_one
+
+_SQUARINGS = 4
+
+
+def euclidean(vectors: Tensor, dim: int = -1) -> Tensor:
+    """Norms along an axis, exact at every scale, with gradients of norm at most 1: 0 at 0, a subgradient at the tip.
+
+    Scaled before they are squared, so that squares neither overflow nor vanish.
+
+    >>> from trysquare.nn.linalg.norms import euclidean
+    >>> euclidean(torch.tensor([[3e30, 4e30], [3e-30, 4e-30]]))
+    tensor([5.0000e+30, 5.0000e-30])
+    """
+    largest = vectors.detach().abs().amax(dim, keepdim=True).clamp_min(torch.finfo(vectors.dtype).tiny ** 0.75)
+    square = (vectors / largest).square().sum(dim)
+    above = square > 0
+    return torch.where(above, torch.where(above, square, 1.0).sqrt(), 0.0) * largest.squeeze(dim)
+
+
+def gram_norm_bound(matrix: Tensor, squarings: int = _SQUARINGS) -> Tensor:
+    """Upper bound of the largest singular value by Gram iteration; differentiable.
+
+    ``‖M‖ = ‖A^(2^t)‖^(1 / 2^(t + 1))`` for ``A = M Mᴴ`` or ``MᴴM``, whichever is smaller. The norm of the power is
+    bounded by that of Frobenius and by its row sums; each squaring takes the square root of the factor by which that
+    is too large.
+
+    ``linalg.bounds.gram_bound`` is this in float64, with the rounding added.
+
+    Args:
+        matrix: ``(..., n, m)``, real or complex.
+        squarings: number ``t`` of squarings; the bound is at most ``min(n, m)^(1 / 2^(t + 2))`` times the norm.
+
+    Returns:
+        ``(...)``, never below the norm by more than the rounding of the products; 0 for zeros.
+    """
+    if squarings < 0:
+        raise ValueError(f"steps={squarings} must be at least 0")
+    with full_precision(matrix):
+        wide = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mH
+        scale = wide.detach().abs().amax((-2, -1))
+        zero = scale == 0
+        scale = torch.where(zero, 1.0, scale)
+        wide = wide / scale[..., None, None]
+        # The norm of Frobenius has no second derivatives at zero, so that ones stand in for zeros.
+        power, exponent = torch.where(zero[..., None, None], 1.0, torch.matmul(wide, wide.mH)), 0.5
+        # The norm is scale · ‖power‖^exponent: what is divided out is kept with its exponent.
+        for squaring in range(squarings):
+            if squaring:  # entries of the first power are at most as large as the matrix is wide
+                size = _hermitian_bound(power.detach())
+                power, scale = power / size[..., None, None], scale * size**exponent
+            power, exponent = torch.matmul(power, power), exponent / 2
+        return torch.where(zero, 0.0, scale * _hermitian_bound(power) ** exponent)
+
+
+def _hermitian_bound(matrix: Tensor) -> Tensor:
+    return torch.minimum(torch.linalg.matrix_norm(matrix), matrix.abs().sum(-1).amax(-1))
+
+
+def norm_bound(kernel: Tensor, steps: int = _SQUARINGS, *, dims: int | None = None) -> Tensor:
+    """Upper bound of the norm of a convolution on every domain, or of a matrix; differentiable.
+
+    The norm is the largest of the frequency response. Its blocks are bounded by Gram iteration on a grid of ``N = (k -
+    1) (steps + 2)`` frequencies an axis. Between them, along one axis, ``uᴴ K(ω) v`` is a trigonometric polynomial of
+    degree ``d = (k - 1) / 2`` up to a phase, and one that is at most ``M`` and reaches it stays above ``M cos(d δ)``
+    within ``δ`` of that place (Duffin and Schaeffer). So the largest on the grid is at least ``cos(π d / N)`` of the
+    norm, for each axis. Row sums of ``K Kᵀ`` are a second bound, which kernels of one sign attain.
+
+    Measured for random 3x3 kernels of 16 and 64 channels: the norm is 0.93 of the bound with 4 steps, 0.8 with 2 at a
+    third of the cost.
+    ``kernel_norm_bound`` is cheaper and looser.
+
+    Args:
+        kernel: ``(*batch, n, m, *k)``, or a matrix.
+        steps: number of squarings, and fineness of the grid.
+        dims: number of kernel axes; all but the first two axes unless given.
+
+    Returns:
+        ``(*batch)``; 0 for a kernel of zeros.
+
+    >>> from trysquare.nn.linalg.norms import norm_bound
+    >>> norm_bound(torch.eye(3))
+    tensor(1.)
+    """
+    dims = kernel.ndim - 2 if dims is None else dims
+    if not dims:
+        return gram_norm_bound(kernel, steps)
+    if steps < 0:
+        raise ValueError(f"steps={steps} must be at least 0")
+    taps = kernel.shape[kernel.ndim - dims :]
+    grid = [max(1, (k - 1) * (steps + 2)) for k in taps]
+    with full_precision(kernel):
+        scaled, largest = scaled_to_one(kernel, dims=dims)
+        response = torch.fft.rfftn(scaled, s=grid, dim=tuple(range(-dims, 0)))
+        blocks = response.movedim(tuple(range(-dims, 0)), tuple(range(dims)))  # (*frequencies, *batch, n, m)
+        most = gram_norm_bound(blocks.flatten(0, dims - 1), steps).amax(0)
+        missed = cos(pi / (2 * steps + 4)) ** sum(k > 1 for k in taps)  # π d / N is the same for all sizes
+        return largest * torch.minimum(most / missed, _row_sum_bound(scaled, dims))
+
+
+def _row_sum_bound(kernel: Tensor, dims: int) -> Tensor:
+    """Root of the largest row sum of ``K Kᵀ``: exact for kernels of one sign."""
+    square = row_sums(gram(kernel, dims=dims), dims=dims).amax(-1)
+    return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
+
+
+def kernel_norm_bound(kernel: Tensor, dims: int) -> Tensor:
+    """Upper bound of the norm of a stride-1 convolution on every domain, by matrices of the size of the kernel.
+
+    For each way to split the kernel axes into two sets, let ``R`` be the kernel as a matrix with output channels and
+    the first set as rows, input channels and the second set as columns. The convolution cuts the input into windows
+    along the second set (norm at most the square root of their taps), multiplies by ``R``, and adds shifted copies
+    along the first (the same). So ``sqrt(prod(k)) ‖R‖`` is a bound.
+
+    Args:
+        kernel: ``(*batch, c_out, c_in, *k)``.
+        dims: number of kernel axes.
+
+    Returns:
+        ``(*batch,)``: the least bound over the splits into halves.
+    """
+    first = kernel.ndim - dims
+    taps = prod(kernel.shape[first:])
+    bounds = []
+    for rows in combinations(range(dims), dims // 2):
+        columns = [axis for axis in range(dims) if axis not in rows]
+        order = [*range(first - 2), first - 2, *(first + a for a in rows), first - 1, *(first + a for a in columns)]
+        matrix = kernel.permute(order).flatten(first - 2, first - 2 + len(rows)).flatten(first - 1)
+        bounds.append(gram_norm_bound(matrix))
+    return torch.stack(bounds).amin(0) * taps**0.5

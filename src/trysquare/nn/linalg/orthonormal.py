@@ -1,0 +1,217 @@
+"""Orthonormal rows with the span of given ones: Gram-Schmidt by Cholesky, exact at any condition number.
+
+``V = L R`` with ``L`` lower triangular (positive diagonal) and ``R Rᵀ = I`` determines ``R``. Two
+Cholesky factorisations of the Gram matrix (CholeskyQR2) give it to machine precision up to
+condition numbers of about ``1 / sqrt(eps)``. That it worked is *seen* from the second factor, which
+must be close to the identity. Where it did not, Householder reflections in float64 do it, which have
+no case in which they fail. Where looking would stall the device, shifted factorisations in float64
+do it with no branch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trysquare.nn.linalg.functions import Operation, keep_outputs, nothing_for
+from trysquare.nn.linalg.precision import full_precision, host_can_look
+
+
+def _lower(matrix: Tensor, factor: Tensor) -> Tensor:
+    """``factor⁻¹ matrix``; asked for from the right because row-major rows then need no copy."""
+    return torch.linalg.solve_triangular(factor.mT, matrix.mT, upper=True, left=False).mT
+
+
+def _twice(rows: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Cholesky, then one first-order correction; ``None`` if what the first left over is too much for the second.
+
+    With ``once onceᵀ = I + E``, the factor of ``I + E`` is ``I + Φ(E)`` up to ``E²``, where ``Φ``
+    takes the lower triangle and half the diagonal. So ``E`` must be of the order of the square root
+    of the precision, and is measured. The gradient takes ``first`` for the whole factor, which is
+    right to the relative error ``|E|``: that of any factor computed from a Gram matrix.
+    """
+    first = torch.linalg.cholesky_ex(torch.bmm(rows, rows.mT)).L
+    once = _lower(rows, first)
+    left = torch.bmm(once, once.mT).tril_()
+    left.diagonal(dim1=-2, dim2=-1).sub_(1).mul_(0.5)
+    # A factorisation that failed needs no look of its own: its `once` is not orthonormal, and a NaN is not small.
+    if not torch.linalg.vector_norm(left).item() < torch.finfo(rows.dtype).eps ** 0.5:
+        return None
+    return torch.baddbmm(once, left, once, alpha=-1), first
+
+
+def _unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of length 1 (or 0) in float64, and their lengths: scaled twice, so that no square over- or underflows."""
+    wide = rows.double()
+    scale = wide.abs().amax(-1, keepdim=True)
+    scale = torch.where(scale > 0, scale, 1.0)
+    wide = wide / scale
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    norm = torch.where(norm > 0, norm, 1.0)
+    return wide / norm, (scale * norm).squeeze(-1)
+
+
+def _without_branches(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Shifted Cholesky passes in float64: each multiplies weak directions by about 1e6 and leaves strong ones.
+
+    A direction that is missing altogether is supplied by a nudge of 1e-13 towards fixed dense rows, far below what the
+    rows' own dtype resolves in float32; three passes lift it to 1.
+    """
+    unit, length = _unit_rows(rows)
+    # Literals, not names: under dynamic shapes torch.compile makes a symbol of a global number, and then cannot go on.
+    basis = unit + 1e-13 * _dense_rows(unit)
+    count = rows.shape[-2]
+    shift = 8 * count * torch.finfo(torch.float64).eps * torch.eye(count, dtype=unit.dtype, device=unit.device)
+    total = torch.diag_embed(length)
+    for last in (False, False, False, True):
+        gram = torch.matmul(basis, basis.mT)
+        factor = torch.linalg.cholesky_ex(gram if last else gram + shift).L
+        basis = torch.linalg.solve_triangular(factor, basis, upper=False)
+        total = torch.matmul(total, factor)
+    return basis.to(rows.dtype), _damped(total, length, rows.dtype)
+
+
+def _dense_rows(like: Tensor) -> Tensor:
+    """Rows of length about 1 in general position: not in the span of any few coordinate axes, whatever ``like`` is."""
+    h, c = like.shape[-2:]
+    number = torch.arange(h * c, dtype=like.dtype, device=like.device).view(h, c)
+    return torch.sin(1.0 + 1.7 * number + 0.013 * number.square()) * (2 / c) ** 0.5
+
+
+def _damped(factor: Tensor, length: Tensor, dtype: torch.dtype) -> Tensor:
+    """The factor as the gradient may use it: where rank is lost the exact one is not finite.
+
+    Directions weaker than ``1e-7`` of their row count as that strong, and none as weaker than the dtype can invert.
+    """
+    diagonal = factor.diagonal(dim1=-2, dim2=-1)
+    weakest = (1e-7 * length).clamp_min(torch.finfo(dtype).tiny ** 0.75)
+    lifted = torch.where(diagonal.abs() > weakest, diagonal, weakest)
+    return (factor + torch.diag_embed(lifted - diagonal)).to(dtype)
+
+
+def _householder(rows: Tensor) -> tuple[Tensor, Tensor]:
+    unit, length = _unit_rows(rows)
+    basis, factor = torch.linalg.qr(unit.mT)
+    sign = torch.where(factor.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(unit.dtype)
+    # Products of transposes, not transposes of products: autograd's forward mode refuses views as outputs.
+    basis, factor = basis.mT * sign.unsqueeze(-1), factor.mT * sign.unsqueeze(-2)
+    return basis.to(rows.dtype), _damped(length.unsqueeze(-1) * factor, length, rows.dtype)
+
+
+def factor_rows(rows: Tensor, householder: bool = False) -> tuple[Tensor, Tensor]:
+    """``R`` and ``L`` of ``V = L R`` for a batch ``(b, h, c)``, outside of autograd."""
+    if householder:
+        return _householder(rows)
+    if host_can_look(rows):
+        return _twice(rows) or _householder(rows)
+    return _without_branches(rows)
+
+
+# With ``X = L⁻¹ dV``, ``M = X Rᵀ`` and ``Φ`` the lower triangle with half of the diagonal,
+#     dR = X - Φ(M + Mᵀ) R    and    dL = L Φ(M + Mᵀ).
+
+
+def _half_lower(matrix: Tensor) -> Tensor:
+    """``Φ``, which is its own adjoint."""
+    return matrix.tril() - 0.5 * torch.diag_embed(matrix.diagonal(dim1=-2, dim2=-1))
+
+
+def rows_tangent(basis: Tensor, factor: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+    """Tangents of ``R`` and ``L`` from that of ``V``."""
+    moved = torch.linalg.solve_triangular(factor, tangent, upper=False)
+    turned = torch.bmm(moved, basis.mT)
+    turned = _half_lower(turned + turned.mT)
+    return moved - torch.bmm(turned, basis), torch.bmm(factor, turned)
+
+
+def rows_gradient(
+    basis: Tensor, factor: Tensor, grad: Tensor | None, grad_factor: Tensor | None = None, *, span_only: bool = False
+) -> Tensor:
+    """Gradient of ``V`` from those of ``R`` and ``L``: the adjoint of ``rows_tangent``.
+
+    ``span_only`` says that ``grad`` is that of a function of ``RᵀR`` alone, for which ``grad Rᵀ`` is symmetric.
+    """
+    if grad is not None:
+        turned = torch.bmm(grad, basis.mT)
+        if not span_only:
+            turned = turned.tril() + turned.tril(-1).mT
+        grad = torch.baddbmm(grad, turned, basis, alpha=-1)
+    if grad_factor is not None:
+        along = _half_lower(torch.bmm(factor.mT, grad_factor))
+        along = torch.bmm(along + along.mT, basis)
+        grad = along if grad is None else grad + along
+    assert grad is not None
+    return torch.linalg.solve_triangular(factor, grad.mT, upper=False, left=False).mT.contiguous()
+
+
+class _OrthonormalRows(torch.autograd.Function):
+    """``R`` and ``L`` of ``V = L R``; keeps nothing else."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor, householder: bool) -> tuple[Tensor, Tensor]:
+        with full_precision(rows):
+            return factor_rows(rows, householder)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        keep_outputs(ctx, output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_factor: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None and grad_factor is None:
+            return nothing_for(ctx)
+        basis, factor = ctx.saved_tensors
+        with full_precision(basis):
+            return rows_gradient(basis, factor, grad, grad_factor), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: Any) -> tuple[Tensor, Tensor]:
+        basis, factor = ctx.saved_tensors
+        with full_precision(basis):
+            return rows_tangent(basis, factor, tangent)
+
+
+_orthonormal_rows = Operation(_OrthonormalRows)
+
+
+def orthonormal_rows(rows: Tensor, householder: bool = False) -> Tensor:
+    """Orthonormal rows with the same span, by Gram-Schmidt in the order given.
+
+    Args:
+        rows: ``(..., h, c)`` with ``h <= c``, float32 or float64. Any scale, any condition number,
+            any rank.
+        householder: factor by Householder reflections instead of Cholesky.
+
+    Returns:
+        ``(..., h, c)``, ``R Rᵀ = I`` to the precision of the dtype. Directions that ``rows`` does
+        not span are completed.
+    """
+    if rows.ndim == 3:
+        return _orthonormal_rows(rows, householder)
+    batch = rows.reshape(-1, *rows.shape[-2:])
+    return _orthonormal_rows(batch, householder).view_as(rows)
+
+
+def recondition(rows: Tensor, basis: Tensor) -> Tensor:
+    """Free rows worth training on: ``rows``, or where they are nearly dependent ``basis`` at their scale.
+
+    Rows are nearly dependent if one is within 1/30 of the span of those before it, or 30 times as
+    long as another. No branch and no look at a value, so it may run on any device at any time.
+
+    Args:
+        rows: ``(..., h, c)``, free rows.
+        basis: orthonormal rows that mean the same to whoever reads ``rows``.
+    """
+    norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    unit = (rows / torch.where(norm > 0, norm, 1.0)).double()
+    factor, failed = torch.linalg.cholesky_ex(torch.matmul(unit, unit.mT))
+    nearest = factor.diagonal(dim1=-2, dim2=-1).amin(-1)
+    norm = norm.squeeze(-1)
+    poor = (nearest < 1 / 30) | (failed > 0) | (norm.amin(-1) * 30 < norm.amax(-1))
+    scale = norm.square().mean(-1).sqrt()
+    scale = torch.where(scale > 0, scale, 1.0)
+    return torch.where(poor[..., None, None], scale[..., None, None] * basis, rows)

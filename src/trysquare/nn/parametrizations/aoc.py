@@ -1,0 +1,97 @@
+"""AOC: every orthogonal convolution of ``geometry.py``, as ``matrix ∘ projectors``.
+
+The paper composes a strided kernel ``RKO[n, c, r]`` with ``BCOP[c, m, k - r + 1]``, and BCOP ends
+in a 1x1 matrix of its own. That matrix is not needed: moved through the projectors (which it turns
+into other projectors) it merges with RKO's. So one orthonormal matrix and one projector for each
+missing tap reach the same kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trysquare.nn.linalg.projectors import peel
+from trysquare.nn.parametrizations.composed import Composed
+from trysquare.nn.parametrizations.orthonormal import free_for
+from trysquare.nn.parametrizations.search import search_free_tensors
+
+# Random starts for the frames of one group in one guess, and what counts as an arrival.
+_GRAM_STARTS = 4
+_GRAM_TOLERANCE = 1e-7
+
+
+class AOC(Composed):
+    """Orthogonal kernel ``(out, in / groups, *k)`` from a free matrix and, where taps are missing, free frames.
+
+    Free tensors: ``matrix`` of shape ``geometry.matrix_shape`` and ``frames`` of shape
+    ``geometry.frames_shape``, all groups in one batch.
+    """
+
+    @property
+    def inner_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The frames, if there are any."""
+        frames = self.geometry.frames_shape
+        return () if frames is None else (frames,)
+
+    def composed(self, kernel: Tensor, *inner: Tensor) -> Tensor:
+        """The matrix, grown by one projector for each missing tap."""
+        return self.grown(kernel, inner, self.geometry.frame_axes)
+
+    def solve(self, weight: Tensor) -> list[Tensor]:
+        """Peel the projectors off the kernel, outermost taps first; what remains is the matrix.
+
+        Raises:
+            ValueError: if the kernel is not orthogonal in this geometry.
+        """
+        geometry = self.geometry
+        kernel = self._from_torch(weight)
+        if kernel is None:
+            return self.guess(weight)
+        if geometry.frame_axes and geometry.frames_shape is None:
+            kernel, frames = self._uncentred(kernel), None
+        else:
+            kernel, frames = peel(kernel, geometry.frame_rank, geometry.frame_axes)
+        free = self.solve_matrix(kernel.movedim(-2, 1).flatten(2))
+        return free if frames is None else [*free, frames]
+
+    def guess(self, weight: Tensor) -> list[Tensor]:
+        """Where channels were cut off: frames that explain the Gram matrix of the taps, then the best matrix for them.
+
+        The taps are ``K = A B`` with the orthonormal matrix ``A`` and a ``B`` that only the frames know, so
+        ``KᵀK = BᵀB``: a search among the frames of one group, which misses far less often than one among all free
+        tensors.
+        """
+        geometry = self.geometry
+        if geometry.built_from_adjoint or geometry.inner_channels == geometry.group_in:
+            return self.draw()
+        taps = self._as_matrix(weight.unflatten(0, (geometry.groups, -1)))
+        frames = self._frames_by_gram(torch.matmul(taps.mT, taps)) if self.inner_shapes else []
+        known = self._taps_without_matrix(*frames)
+        left, _, right = torch.linalg.svd(torch.matmul(taps, known.mT), full_matrices=False)
+        return [*self.solve_matrix(torch.matmul(left, right)), *frames]
+
+    def _frames_by_gram(self, wanted: Tensor) -> list[Tensor]:
+        def gram(frames: Tensor) -> Tensor:
+            known = self._taps_without_matrix(frames)
+            return torch.matmul(known.mT, known)
+
+        found = []
+        for group, target in enumerate(wanted.unsqueeze(1)):
+            starts = ([self.draw_inner()[0][:, group : group + 1]] for _ in range(_GRAM_STARTS))
+            found.append(search_free_tensors(gram, starts, target, _GRAM_TOLERANCE)[0][0])
+        return [torch.cat(found, 1)]
+
+    def _taps_without_matrix(self, *frames: Tensor) -> Tensor:
+        """The taps ``(g, columns, taps * in)`` that the matrix is multiplied with, from the right."""
+        groups = frames[0].shape[1] if frames else self.geometry.groups
+        every = torch.eye(self.geometry.matrix_shape[-1], dtype=torch.float64).expand(groups, -1, -1)
+        return self._as_matrix(self.composed(self._split_taps(every), *frames))
+
+    def _as_matrix(self, kernel: Tensor) -> Tensor:
+        """``(g, rows, c, *k)`` to ``(g, rows, taps * in)``, without the channels that are cut off."""
+        return kernel.narrow(2, 0, self.geometry.group_in).movedim(2, -1).flatten(2)
+
+    def solve_matrix(self, matrix: Tensor) -> list[Tensor]:
+        """Free tensors that give the orthonormal matrix."""
+        return [free_for(self.orthogonalizer, matrix)]

@@ -1,0 +1,80 @@
+"""RKO (reshaped kernel orthogonalization): one orthonormal matrix, reshaped into a kernel.
+
+The layer cuts the input into windows of ``m * prod(k)`` numbers and multiplies each by the matrix. A position of the
+input is in at most ``prod(⌈k q / s⌉)`` windows, ``q = gcd(s, d)``: tap ``j`` of window ``i`` reads ``i s + j d``, so
+the taps that can read a given position are those of one class modulo ``s / q``, and each of them belongs to one window.
+Cutting into windows thus has a norm of at most the square root of that number, by which the kernel is divided.
+
+Where no position is read twice (``k <= s / q`` on each axis) nothing has to be divided, and the layer is orthogonal if
+an orthogonal layer exists at all. Elsewhere it is 1-Lipschitz, for every number of channels.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from trysquare.nn.geometry import ConvGeometry, window_overlap
+from trysquare.nn.linalg.orthogonalize import orthogonalizer
+from trysquare.nn.parametrizations.base import Parametrization
+from trysquare.nn.parametrizations.orthonormal import draw_for, free_for, reconditioned_for
+
+
+class RKO(Parametrization):
+    """An orthonormal ``n x (m prod(k))`` matrix a group, reshaped, divided by the square root of the overlap.
+
+    Free tensor: the matrix ``(g, n, prod(k) * m)``.
+    """
+
+    orthogonal: ClassVar[bool] = False
+
+    def __init__(self, geometry: ConvGeometry, orthogonalizer_name: str, **factory: Any) -> None:
+        super().__init__(**factory)
+        self.geometry = geometry
+        self.orthogonalizer = orthogonalizer_name
+        self._apply_orthogonalizer = orthogonalizer(orthogonalizer_name).apply
+        overlap = window_overlap(geometry.kernel_size, geometry.stride, geometry.dilation)
+        self.scale: float = overlap**-0.5
+
+    @property
+    def is_orthogonal(self) -> bool:
+        """Whether windows do not overlap, in a geometry that has an orthogonal kernel."""
+        return self.scale == 1 and (self.geometry.row_orthogonal or self.geometry.column_orthogonal)
+
+    @property
+    def free_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The matrix."""
+        geometry = self.geometry
+        return ((geometry.groups, geometry.group_out, prod(geometry.kernel_size) * geometry.group_in),)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """Shape of the kernel."""
+        return self.geometry.weight_shape
+
+    def draw(self) -> list[Tensor]:
+        """A uniformly distributed matrix."""
+        return [draw_for(self.orthogonalizer, *self.free_shapes[0])]
+
+    def build(self, *free: Tensor) -> Tensor:
+        """Orthonormalise, reshape and scale."""
+        matrix = self._apply_orthogonalizer(free[0])
+        taps = matrix.unflatten(-1, (*self.geometry.kernel_size, self.geometry.group_in))
+        kernel = taps.movedim(-1, 2).flatten(0, 1)
+        return (kernel if self.scale == 1 else self.scale * kernel).contiguous()
+
+    def reconditioned(self, *free: Tensor) -> list[Tensor]:
+        """The same matrix from a well conditioned one."""
+        return [reconditioned_for(self.orthogonalizer, free[0])]
+
+    def solve(self, weight: Tensor) -> list[Tensor]:
+        """The matrix that the kernel is a reshaped copy of."""
+        matrix = weight.unflatten(0, (self.geometry.groups, -1)).movedim(2, -1).flatten(2)
+        return [free_for(self.orthogonalizer, matrix / self.scale)]
+
+    def extra_repr(self) -> str:
+        """Numbers of the construction."""
+        kind = "orthogonal" if self.is_orthogonal else f"1-Lipschitz, scaled by {self.scale:.3g}"
+        return f"matrix {self.free_shapes[0]}, {kind}, orthogonalizer={self.orthogonalizer}"

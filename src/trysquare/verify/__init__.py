@@ -1,0 +1,1 @@
+"""What people trust: spectra, Lipschitz bounds, audits, certificates, and attacks on them."""

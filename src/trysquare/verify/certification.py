@@ -1,0 +1,536 @@
+"""From logits to certified radii, and from a model and its data to a certificate.
+
+What is proved. Let ``f`` be the function that the model's calls and weights define in exact arithmetic, and ``x`` an
+image that it sees (pixels before any scaling in front of the network, rounded to the model's dtype). No ``x'`` with
+``|x' - x|`` below the radius of ``x`` is given another class by ``f``. The Lipschitz constants come from
+``trysquare.lipschitz``, the margins from an evaluation of the same calls in float64, less a bound on the rounding
+errors of that evaluation (``lipschitz.exact``).
+
+What is measured, not proved. The model as it runs has rounding errors of its dtype, at ``x`` and at ``x'``. How far its
+margins are from those in float64 is measured on some of the images and on noisy copies of them, and reported beside the
+radii: ``program_radii`` are those with twice the largest difference that was seen taken off the margins too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from trysquare.files import or_infinite, without_infinities
+from trysquare.naming import shown
+from trysquare.nn.linalg.precision import autocast_dtype
+from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
+from trysquare.nn.losses import check_batch
+from trysquare.progress import track
+from trysquare.verify.lipschitz import Analysis, ExactEvaluation, analyse, input_like
+from trysquare.verify.lipschitz.shadow import BATCH, require_dense, require_plain_module
+from trysquare.verify.operators import checked_weight, used_weight
+
+EPSILONS = (36 / 255, 72 / 255, 108 / 255, 1.0)
+Batches = Iterable[tuple[Tensor, Tensor]]
+Data = Batches | Dataset[Any] | tuple[Tensor, Tensor]
+
+# Quotients and roots in float64, rounded the safe way.
+_ROUND_DOWN = 1 - 32 * UNIT_ROUNDOFF
+_SQRT2_UP = math.nextafter(math.sqrt(2), 2)
+# Images that the model as it runs is compared with float64 on, and numbers that a call on a batch of them may make.
+_MEASURED_SAMPLES = 512
+_FLOAT64_NUMBERS = 1 << 24
+
+
+def certified_radius(
+    logits: Tensor,
+    labels: Tensor,
+    lipschitz: float = 1.0,
+    head: Tensor | nn.Module | None = None,
+    *,
+    error: float | Tensor = 0.0,
+) -> Tensor:
+    """Distance that an input must at least be moved (l2) before its class can be another one than its label.
+
+    ``min_j (z_y - z_j - error) / C_yj`` over the other classes, where ``C_yj`` is the Lipschitz constant of ``z_y -
+    z_j``: ``√2 · lipschitz`` in general, and ``lipschitz · |w_y - w_j|`` if the last layer is linear with rows ``w``.
+    The second is never worse. All roundings are towards smaller radii.
+
+    Args:
+        logits: ``(batch, classes)``.
+        labels: ``(batch,)``.
+        lipschitz: certified Lipschitz bound of all logits, or with ``head`` of what the head reads.
+        head: weight ``(classes, features)`` of the last layer, or the layer; without it, nothing is known about it.
+        error: bound on the error of differences of two logits; a number, or ``(batch,)``.
+
+    Returns:
+        ``(batch,)`` in float64 on the CPU. 0 where the label does not win (never negative), infinite where nothing can
+        make another class win (equal rows of the head, or ``lipschitz=0``).
+
+    Raises:
+        ValueError: if shapes do not fit, labels are not classes, or a number is not one.
+
+    >>> certified_radius(torch.tensor([[3.0, 1.0], [0.0, 1.0]]), torch.tensor([0, 0])).round(decimals=4)
+    tensor([1.4142, 0.0000], dtype=torch.float64)
+    >>> certified_radius(torch.tensor([[3.0, 1.0]]), torch.tensor([0]), head=torch.eye(2)).round(decimals=4)
+    tensor([1.4142], dtype=torch.float64)
+    """
+    values = _checked_logits(logits)
+    classes = _checked_labels(labels, logits)
+    lipschitz = checked_number("lipschitz", lipschitz)
+    if head is None:
+        pairs = torch.full((values.shape[1],) * 2, _SQRT2_UP, dtype=torch.float64)
+    else:
+        pairs = pairwise_distances(_head_weight(head, values.shape[1]))
+    # Differences of the largest numbers would overflow.
+    shrink = 1 if len(values) and float(values.abs().max()) > 2.0**1000 else 0
+    errors = _checked_errors(error, len(values)) * 0.5**shrink
+    values = values * 0.5**shrink
+    margins = values.gather(1, classes.unsqueeze(1)) - values
+    lowered = margins - errors - 4 * UNIT_ROUNDOFF * (margins.abs() + errors)
+    margins = torch.where(errors > 0, lowered, margins).nan_to_num(-math.inf, math.inf)
+    return _radii(margins, pairs[classes], lipschitz, classes, shrink)
+
+
+def checked_number(name: str, value: Any) -> float:
+    """A number that is at least 0, and may be infinite; also one in a tensor.
+
+    Raises:
+        TypeError: if it is no number.
+        ValueError: if it is negative, nan, or an integer beyond all floats.
+    """
+    if isinstance(value, Tensor):
+        require_dense(name, value)
+        real = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
+    else:
+        real = isinstance(value, Real) and not isinstance(value, bool)
+    if not real:
+        raise TypeError(f"{name}={shown(value)} must be a number, at least 0")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.nan
+    if not number >= 0:
+        raise ValueError(
+            f"{name}={shown(value)} must be a number, at least 0 and at most {sys.float_info.max:.2g} or inf"
+        )
+    return number
+
+
+def _checked_errors(error: float | Tensor, samples: int) -> Tensor:
+    if isinstance(error, Tensor):
+        require_dense("error", error)
+    given = error if isinstance(error, Tensor) else checked_number("error", error)
+    errors = torch.as_tensor(given, dtype=torch.float64).detach().cpu()
+    if errors.ndim and errors.shape != (samples,):
+        raise ValueError(f"error of shape {tuple(errors.shape)} must be a number, or one for each of {samples} samples")
+    if not bool((errors >= 0).all()):
+        raise ValueError(f"error={error!r} must be numbers, at least 0")
+    return errors.expand(samples).unsqueeze(1)
+
+
+def _radii(margins: Tensor, distances: Tensor, lipschitz: float, labels: Tensor, exponent: int) -> Tensor:
+    """``min_j margin_j 2^exponent / (lipschitz · distance_j)`` over the classes other than the label, rounded down.
+
+    Fractions and exponents apart, so that products neither vanish nor overflow on the way. A difference of logits that
+    nothing moves is safe for ever if positive, and lost if not.
+    """
+    parts = (torch.frexp(torch.as_tensor(t, dtype=torch.float64)) for t in (margins, distances, lipschitz))
+    (top, above), (distance, below), (constant, besides) = parts
+    moves = (distances > 0) & (lipschitz > 0)
+    fraction = top / torch.where(moves, distance * constant, 1.0) * _ROUND_DOWN
+    exponents = (above - below - besides + exponent).double()
+    half = (exponents / 2).floor()  # in two factors: 2^1074 is not a float64
+    radii = (fraction * 2.0**half * 2.0 ** (exponents - half)).clamp_max(sys.float_info.max)
+    radii = torch.where(radii > 0, torch.nextafter(radii, torch.zeros_like(radii)), radii)
+    still = torch.where(margins > 0, math.inf, 0.0).to(radii.dtype)
+    radii = torch.where(distances.isinf() | (torch.as_tensor(lipschitz) == math.inf), 0.0, radii)
+    return torch.where(moves, radii, still).scatter(-1, labels.unsqueeze(-1), math.inf).amin(-1).clamp_min(0.0)
+
+
+def _checked_logits(logits: Any) -> Tensor:
+    """Logits in float64 on the CPU."""
+    if isinstance(logits, Tensor):
+        require_dense("logits", logits)
+    if not isinstance(logits, Tensor) or logits.ndim != 2:
+        kind = f"a tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise TypeError(f"a classifier must return logits (batch, classes), not {kind}")
+    values = logits.detach().to("cpu", torch.float64)
+    if not bool(values.isfinite().all()):
+        bad = (~values.isfinite()).flatten(1).any(1).nonzero().flatten()
+        raise ValueError(f"the logits of {len(bad)} samples are not finite, the first of them at index {int(bad[0])}")
+    return values
+
+
+def _checked_labels(labels: Tensor, logits: Tensor) -> Tensor:
+    """Labels as integers on the CPU, all of them classes."""
+    if isinstance(labels, Tensor):
+        require_dense("labels", labels)
+    check_batch(logits, labels)
+    classes = labels.detach().to("cpu", torch.int64)
+    if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < logits.shape[1]:
+        raise ValueError(
+            f"labels from {int(classes.min())} to {int(classes.max())} must be from 0 to {logits.shape[1] - 1}, the "
+            "classes that there are logits of"
+        )
+    return classes
+
+
+def _head_weight(head: Tensor | nn.Module, classes: int) -> Tensor:
+    if not isinstance(head, Tensor) and not isinstance(getattr(head, "weight", None), Tensor):
+        raise TypeError(f"head must be a weight (classes, features) or a layer that has one, not {type(head).__name__}")
+    if isinstance(head, Tensor):
+        require_dense("head", head)
+    weight = used_weight(head) if isinstance(head, nn.Module) else checked_weight(head, "the head")
+    if weight.ndim != 2 or len(weight) != classes:
+        raise ValueError(f"the head of shape {tuple(weight.shape)} must be (classes, features) with {classes} classes")
+    return weight
+
+
+def pairwise_distances(rows: Tensor) -> Tensor:
+    """``|w_i - w_j|`` for all pairs of rows, in float64 and rounded up: 0 only where two rows are equal.
+
+    Args:
+        rows: ``(n, features)``.
+
+    Returns:
+        ``(n, n)``.
+    """
+    exact = rows.detach().to("cpu", torch.float64)
+    # From differences, since a Gram matrix cancels for close rows; a row at a time, since there may be 1000 of them.
+    return torch.stack([_norms_up(exact - row) for row in exact])
+
+
+def _norms_up(vectors: Tensor) -> Tensor:
+    """Norms of the last axis; scaled, so that squares neither overflow nor vanish."""
+    largest = vectors.abs().amax(-1, keepdim=True)
+    unit = vectors / torch.where(largest > 0, largest, 1.0)
+    norms = torch.linalg.vector_norm(unit, dim=-1) * largest.squeeze(-1)
+    norms = norms * (1 + (vectors.shape[-1] + 16) * UNIT_ROUNDOFF)
+    return torch.where(largest.squeeze(-1).isinf(), math.inf, norms)  # a difference that is no float64 any more
+
+
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """What ``certify`` found: of each sample, how far it may be moved before its class can change.
+
+    Attributes:
+        radii: certified l2 radius of each sample, ``(samples,)`` in float64; 0 where the answer is wrong.
+        predictions: class of each sample, by float64.
+        labels: its label.
+        epsilons: radii that ``print`` and ``to_json`` show.
+        lipschitz: certified bound that the radii come from: of all logits, or with ``pairwise`` of the features.
+        pairwise: whether the last layer was used pair by pair of classes.
+        rounding: largest bound on the rounding error of a margin in float64, which is taken off: proved.
+        reserves: how much shorter the radii are for the model as it runs, where twice ``evaluation_error``, and one
+            rounding of the logits, is taken off the margins besides: measured, not proved.
+        evaluation_error: largest difference between a margin of the model as it runs and in float64, seen at some of
+            the images and at noisy copies of them.
+        measured_samples: how many images that were.
+        disagreements: how many of these the model as it runs gives another class than float64.
+        input_shape: shape of one input.
+    """
+
+    radii: Tensor
+    predictions: Tensor
+    labels: Tensor
+    epsilons: tuple[float, ...]
+    lipschitz: float
+    pairwise: bool
+    rounding: float
+    reserves: Tensor
+    evaluation_error: float
+    measured_samples: int
+    disagreements: int
+    input_shape: tuple[int, ...]
+
+    @property
+    def program_radii(self) -> Tensor:
+        """Radii for the model as it runs: less what its rounding errors cost, as far as they were measured."""
+        return torch.where(self.radii.isinf(), self.radii, (self.radii - self.reserves).clamp_min(0.0))
+
+    @property
+    def clean_accuracy(self) -> float:
+        """Share of the samples that are classified right."""
+        return float((self.predictions == self.labels).double().mean())
+
+    def certified_accuracy(self, epsilon: float) -> float:
+        """Share of the samples that are right and stay so wherever they are moved by up to ``epsilon``."""
+        return float((self.radii > epsilon).double().mean())
+
+    def curve(self, points: int = 101, largest: float | None = None) -> list[tuple[float, float]]:
+        """Certified accuracy on a grid from 0.
+
+        Args:
+            points: how many, at least 2.
+            largest: last radius; where nothing is certified any more, unless given.
+
+        Returns:
+            Pairs of a radius and the certified accuracy there.
+        """
+        if points < 2:
+            raise ValueError(f"points={points} must be at least 2")
+        if largest is None:
+            finite = self.radii[self.radii.isfinite()]
+            largest = max(float(finite.max()) if len(finite) else 0.0, *self.epsilons)
+        grid = [largest * i / (points - 1) for i in range(points)]
+        return [(epsilon, self.certified_accuracy(epsilon)) for epsilon in grid]
+
+    def to_json(self) -> str:
+        """Everything as JSON, with the accuracies; infinite radii become ``null``. ``from_json`` reads it."""
+        numbers = {name: value for name, value in vars(self).items() if not isinstance(value, Tensor)}
+        accuracies = [{"epsilon": e, "certified_accuracy": self.certified_accuracy(e)} for e in self.epsilons]
+        samples = {name: value.tolist() for name, value in vars(self).items() if isinstance(value, Tensor)}
+        content = {"clean_accuracy": self.clean_accuracy, "certified": accuracies, **numbers, **samples}
+        return json.dumps(without_infinities(content), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Certificate:
+        """A certificate from what ``to_json`` wrote.
+
+        Raises:
+            ValueError: if it is not that.
+        """
+        try:
+            content: dict[str, Any] = json.loads(text)
+            for name in ("radii", "reserves"):
+                content[name] = torch.tensor(list(map(or_infinite, content[name])), dtype=torch.float64)
+            content |= {name: or_infinite(content[name]) for name in ("lipschitz", "evaluation_error", "rounding")}
+            content |= {name: torch.tensor(content[name], dtype=torch.int64) for name in ("predictions", "labels")}
+            content |= {"epsilons": tuple(map(float, content["epsilons"]))}
+            content |= {"input_shape": tuple(map(int, content["input_shape"]))}
+            content |= {name: int(content[name]) for name in ("measured_samples", "disagreements")}
+            return cls(**{name: content[name] for name in cls.__dataclass_fields__})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this is not a certificate in JSON: {error!r}") from error
+
+    def __str__(self) -> str:
+        rows = [("clean", self.clean_accuracy)]
+        rows += [(f"certified at {_fraction(e)}", self.certified_accuracy(e)) for e in self.epsilons]
+        width = max(len(name) for name, _ in rows)
+        table = "\n".join(f"{name:<{width}}  {accuracy:7.2%}" for name, accuracy in rows)
+        constant = "of the features, last layer pair by pair" if self.pairwise else "of all logits"
+        measured = (
+            f"measured on {self.measured_samples} of them, the model as it runs: margins off by up to "
+            f"{self.evaluation_error:.1e}, another class for {self.disagreements}"
+        )
+        return (
+            f"{table}\n{len(self.radii)} samples; Lipschitz bound {self.lipschitz:.6g} ({constant}); rounding of "
+            f"margins at most {self.rounding:.1e}, taken off\n{measured}"
+        )
+
+
+def _fraction(epsilon: float) -> str:
+    """``36/255`` where that is what it is."""
+    steps = round(epsilon * 255)
+    return f"{steps}/255" if steps and abs(epsilon * 255 - steps) < 1e-9 else f"{epsilon:g}"
+
+
+def certify(
+    model: nn.Module,
+    data: Data,
+    *,
+    epsilons: Sequence[float] = EPSILONS,
+    input_shape: Sequence[int] | None = None,
+    batch_size: int = 256,
+    measured_samples: int = _MEASURED_SAMPLES,
+) -> Certificate:
+    """Certify the answers of a classifier on data.
+
+    The Lipschitz bound is computed from the weights in use, with every scaling of the data that is part of the model;
+    if the output comes straight from a linear layer, that is used pair by pair of classes. The module's docstring says
+    what is proved and what is measured. The model is in eval mode meanwhile.
+
+    Args:
+        model: images to logits.
+        data: batches of images and labels, a dataset, or a pair of tensors. Images are floating point, and are rounded
+            to the dtype of the model: radii are about the rounded ones.
+        epsilons: radii to report, in units of the pixels; 1 is ``255/255``.
+        input_shape: shape of one image; that of the first, unless given. All must have it.
+        batch_size: for data that is not in batches already.
+        measured_samples: on how many samples, from the first on, the model as it runs is compared with float64.
+
+    Raises:
+        NoRuleError: if a part of the model has no Lipschitz rule.
+        TypeError: if the model is no module or one of ``torch.jit``, or the data is of another kind.
+        ValueError: if logits are not finite, or the data or an argument does not fit.
+
+    >>> model = nn.Sequential(OrthoConv2d(1, 4, 3, stride=2), MaxMin(), nn.Flatten(), OrthoLinear(64, 10))
+    >>> certificate = certify(model, (torch.rand(8, 1, 8, 8), torch.arange(8)), epsilons=[0.1])
+    >>> certificate.radii.shape
+    torch.Size([8])
+    """
+    epsilons = _checked_epsilons(epsilons)
+    for name, number, least in (("batch_size", batch_size, 1), ("measured_samples", measured_samples, 0)):
+        if not isinstance(number, int) or number < least:
+            raise ValueError(f"{name}={number!r} must be an integer, at least {least}")
+    require_plain_module(model)
+    if input_shape is not None and not isinstance(input_shape, Sequence):
+        raise TypeError(f"input_shape={input_shape!r} must be the shape of one image, such as (3, 32, 32)")
+    shape = None if input_shape is None else tuple(input_shape)
+    found: Analysis | None = None
+    exact: ExactEvaluation | None = None
+    logits, labels, errors, off = [], [], [], torch.zeros(0, dtype=torch.float64)
+    disagreements, precision = 0, 0.0
+    with evaluating(model), torch.no_grad():
+        batches, total = batches_of(data, batch_size)
+        for images, classes in track(pairs(batches), "certifying", total):
+            shape = shape or tuple(images.shape[1:])
+            given = prepared(model, images, shape)
+            if found is None or exact is None:
+                found = analyse(model, shape)
+                exact = ExactEvaluation(model, found.graph, found.gains)
+            values, rounding = _in_float64(exact, given)
+            precision = max(torch.finfo(dtype).eps for dtype in (given.dtype, autocast_dtype(given) or given.dtype))
+            logits.append(values)
+            labels.append(_checked_labels(classes, values))
+            errors.append(rounding)
+            here = given[: max(0, measured_samples - len(off))]
+            if len(here):
+                seen, differ = _measured(model, exact, here, values[: len(here)], labels[-1][: len(here)])
+                off, disagreements = torch.cat([off, seen]), disagreements + differ
+    if found is None or shape is None or not sum(map(len, labels)):
+        raise ValueError("there is no data to certify on")
+    answers, truth, inexact = torch.cat(logits), torch.cat(labels), torch.cat(errors)
+    measured = float(off.max()) if len(off) else 0.0
+    lipschitz, head = found.features_bound, found.head_weight
+    radii = certified_radius(answers, truth, lipschitz, head, error=inexact)
+    # One rounding of the logits in any case, which up to the radius are at most three times as large.
+    logit_rounding = 3 * precision * answers.abs().amax(1)
+    around = certified_radius(answers, truth, lipschitz, head, error=inexact + 2 * measured + logit_rounding)
+    return Certificate(
+        radii, answers.argmax(1), truth, epsilons, lipschitz, head is not None, float(inexact.max()),
+        torch.where(radii.isinf() & around.isinf(), 0.0, radii - around), measured,
+        len(off), disagreements, shape,
+    )  # fmt: skip
+
+
+def _in_float64(exact: ExactEvaluation, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits in float64, and for each image a bound on the error of a difference of two of them."""
+    widest = max((math.prod(out[1]) // BATCH for node in exact.calls for out in node.outputs), default=1)
+    logits, errors = [], []
+    for part in images.split(max(1, min(len(images), _FLOAT64_NUMBERS // max(1, widest)))):
+        values, error = exact(part)
+        logits.append(_checked_logits(values))
+        errors.append(torch.full((len(part),), _SQRT2_UP * error, dtype=torch.float64))
+    return torch.cat(logits), torch.cat(errors)
+
+
+def _measured(
+    model: nn.Module, exact: ExactEvaluation, images: Tensor, values: Tensor, labels: Tensor
+) -> tuple[Tensor, int]:
+    """By how much the model as it runs is off at images and near them, and how many it gives another class."""
+    plain = _checked_logits(model(images))
+    near = _moved(images)
+    around = _margin_errors(_checked_logits(model(near)), _in_float64(exact, near)[0], labels)
+    differ = int((plain.argmax(1) != values.argmax(1)).sum())
+    return torch.maximum(_margin_errors(plain, values, labels), around), differ
+
+
+def _checked_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
+    if not isinstance(epsilons, Sequence | Tensor) or isinstance(epsilons, str):
+        raise TypeError(f"epsilons={shown(epsilons)} must be a list of radii")
+    if isinstance(epsilons, Tensor):
+        require_dense("epsilons", epsilons)
+    wanted = f"epsilons={shown(epsilons)} must be finite radii, at least one and none negative"
+    try:
+        checked = tuple(checked_number("a radius", epsilon) for epsilon in epsilons)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{wanted}: {error}") from error
+    if not checked or math.inf in checked:
+        raise ValueError(wanted)
+    return checked
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode; afterwards each module is in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    with suppress(NotImplementedError):  # of torch.export, whose modules have no modes
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def batches_of(data: Data, batch_size: int) -> tuple[Batches, int]:
+    """Data of any kind in batches, and how many there are (0 if that is not known).
+
+    Raises:
+        ValueError: if it is a pair of tensors of different lengths, or of tensors that are not dense.
+    """
+    tensors: Any = data.tensors if isinstance(data, TensorDataset) else data
+    if isinstance(tensors, tuple | list) and len(tensors) == 2 and all(isinstance(part, Tensor) for part in tensors):
+        images, labels = tensors
+        for name, tensor in (("images", images), ("labels", labels)):
+            require_dense(name, tensor)
+            if not tensor.ndim:
+                raise ValueError(f"{name} must be a batch, and are a single number")
+        batch_size = min(batch_size, max(1, len(images)))
+        if len(images) != len(labels):
+            raise ValueError(f"{len(images)} images and {len(labels)} labels must be as many of one as of the other")
+        batches: Any = list(zip(images.split(batch_size), labels.split(batch_size), strict=True))
+    else:
+        batches = DataLoader(data, batch_size) if isinstance(data, Dataset) else data
+    return batches, len(batches) if hasattr(batches, "__len__") else 0
+
+
+def pairs(batches: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches that are what they should be.
+
+    Raises:
+        TypeError: if they are not.
+    """
+    wanted = "data must be batches of images and labels, a dataset, or a pair of tensors"
+    if isinstance(batches, Tensor | str) or not isinstance(batches, Iterable):
+        raise TypeError(f"{wanted}, not {type(batches).__name__}")
+    for batch in batches:
+        if (
+            not isinstance(batch, tuple | list)
+            or len(batch) != 2
+            or not all(isinstance(part, Tensor) for part in batch)
+        ):
+            found = [type(part).__name__ for part in batch] if isinstance(batch, tuple | list) else type(batch).__name__
+            raise TypeError(f"{wanted}; found a batch of {found}")
+        for name, part in zip(("images", "labels"), batch, strict=True):
+            require_dense(name, part)
+        yield batch[0], batch[1]
+
+
+def prepared(model: nn.Module, images: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Images as the model wants them: its dtype and device.
+
+    Raises:
+        ValueError: if they are not floating point, not finite or of another shape.
+    """
+    if not isinstance(images, Tensor):
+        raise TypeError(f"images must be a tensor, not {type(images).__name__}")
+    require_dense("images", images)
+    if tuple(images.shape[1:]) != shape or not images.is_floating_point():
+        raise ValueError(
+            f"images of shape {tuple(images.shape)} and {images.dtype} must be floating point and (batch, "
+            f"{', '.join(map(str, shape))})"
+        )
+    if not bool(images.isfinite().all()):
+        raise ValueError("there are images that are not finite")
+    return images.to(input_like(model))
+
+
+def _moved(images: Tensor) -> Tensor:
+    """Each image and noise of a tenth of the length of all ones: few images around one are computed exactly."""
+    noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
+    return images + 0.1 * noise.to(images)
+
+
+def _margin_errors(logits: Tensor, exact: Tensor, labels: Tensor) -> Tensor:
+    """Largest error of ``z_y - z_j`` over the other classes, of each sample."""
+    difference = logits - exact
+    return (difference.gather(1, labels.unsqueeze(1)) - difference).abs().amax(1)

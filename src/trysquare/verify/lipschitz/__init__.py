@@ -1,0 +1,335 @@
+"""Lipschitz constants of whole networks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from trysquare.naming import shown
+from trysquare.nn.linalg.precision import autocast_dtype
+from trysquare.verify.lipschitz import ours as ours  # registers the rules of our blocks
+from trysquare.verify.lipschitz.blocks import constant_factor
+from trysquare.verify.lipschitz.exact import ExactEvaluation
+from trysquare.verify.lipschitz.leaves import is_leaf, rule
+from trysquare.verify.lipschitz.lower import lipschitz_lower_bound
+from trysquare.verify.lipschitz.shadow import (
+    BATCH,
+    CopiesAndWrites,
+    NoRuleError,
+    Shape,
+    TakesTokens,
+    class_name,
+    input_like,
+    refuse_unreadable,
+    unchanged,
+)
+from trysquare.verify.lipschitz.trace import Calls, Graph, Node, Tracer, Value
+from trysquare.verify.lipschitz.walk import Walk
+
+__all__ = [
+    "Analysis",
+    "ExactEvaluation",
+    "NoRuleError",
+    "analyse",
+    "input_like",
+    "lipschitz_bound",
+    "lipschitz_lower_bound",
+    "rule",
+]
+
+InputShape = Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Sequence[int]]
+# Numbers of one input, each of which has a label and a weight.
+_LARGEST_INPUT = 1 << 26
+# Samples of the batch on which the model and its trace are compared.
+_OTHER_BATCH = 3
+
+
+def lipschitz_bound(model: nn.Module, input_shape: InputShape) -> float:
+    """Certified upper bound on the l2 Lipschitz constant of a network, in the mode that it is in.
+
+    The model runs once, and what it computes is recorded call by call (``trace``); a closed table
+    has a bound for each call (``rules``). A scaling of the data in front (mean and deviation) is
+    part of the constant. 0 means that the output provably does not change; bounds that are not between 1e-150 and 1e150
+    may come out larger, up to infinity.
+
+    Proved: for all inputs ``x``, ``y`` of this shape, ``|f(x) - f(y)| <= bound * |x - y|`` for the recorded calls with
+    the weights that the forward pass uses, in exact arithmetic, and that the samples of a batch do not mix. The
+    rounding of the forward pass in its dtype is not included. That the model makes the same calls for every batch is
+    seen on random inputs. What has no rule raises; nothing is taken to be 1 in silence.
+
+    A network that starts with an embedding takes tokens: its constant is that with respect to one-hot vectors over
+    the vocabulary, so that changing ``k`` tokens changes the output by at most ``bound * sqrt(2 k)``.
+
+    Args:
+        model: not changed. In eval mode if it has layers that behave differently in training (dropout, batch
+            normalisation, spectral normalisation); training mode is refused for them.
+        input_shape: shape of one input without the batch; a list of shapes for a model of several inputs, or a
+            dictionary for inputs by name. The bound is then with respect to all of them together, and with several
+            outputs (tuples, dictionaries) of all of these together.
+
+    Raises:
+        NoRuleError: if a call is not Lipschitz or has no rule, or the forward pass is not a fixed function of each
+            sample; it names the module and the line.
+        TypeError: if the model is no module.
+        ValueError: if the shape does not fit, or weights are not finite.
+
+    >>> model = nn.Sequential(OrthoConv2d(3, 12, 2, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(768, 10))
+    >>> bound = lipschitz_bound(model, (3, 16, 16))
+    """
+    return analyse(model, input_shape).bound
+
+
+@dataclass(frozen=True, eq=False)
+class Analysis:
+    """What is known about a network.
+
+    Attributes:
+        bound: certified Lipschitz bound of everything that it returns.
+        graph: the calls of its forward pass.
+        walk: their bounds.
+        gains: of each call, by its ``id``: by how much at most a change of its results alone changes what the network
+            returns.
+    """
+
+    bound: float
+    graph: Graph
+    walk: Walk
+    gains: dict[int, float]
+
+    @cached_property
+    def _head(self) -> tuple[Node, float] | None:
+        """The product with a constant matrix that the network's result is, times a number, plus constants."""
+        if len(self.graph.outputs) != 1:
+            return None
+        labels, calls, scale = self.graph.outputs[0], Calls(self.graph.nodes), 1.0
+        while True:
+            last = calls.whole(-labels if bool((labels < 0).all()) else labels)
+            if last is None or last.outputs[0][1] != labels.shape:
+                return None
+            if last.op in ("addmm", "mm"):
+                names = ("mat1", "mat2") if last.op == "addmm" else ("self", "mat2")
+                plain = last.op == "mm" or (last.args.get("alpha", 1) == 1 and not isinstance(last.args["self"], Value))
+                known = isinstance(last.args[names[0]], Value) and not isinstance(last.args[names[1]], Value)
+                return (last, scale * (1 + 2.0**-40)) if plain and known else None
+            factor = constant_factor(last)
+            if factor is None or factor.numel() != 1 or last.values[0].labels.shape != labels.shape:
+                return None
+            labels, scale = last.values[0].labels, scale * abs(float(factor))
+
+    @property
+    def head(self) -> Node | None:
+        """The product with a constant matrix whose result is the network's, up to a factor and constants."""
+        return None if self._head is None else self._head[0]
+
+    @property
+    def head_weight(self) -> Tensor | None:
+        """Weight ``(classes, features)`` of the head, times the factor behind it."""
+        if self._head is None:
+            return None
+        weight = self._head[0].args["mat2"].detach().mT
+        return weight if self._head[1] == 1 + 2.0**-40 else weight.cpu().double() * self._head[1]
+
+    @property
+    def features_bound(self) -> float:
+        """Certified bound of what the head reads; that of the whole network if there is no head."""
+        if self.head is None:
+            return self.bound
+        name = "mat1" if self.head.op == "addmm" else "self"
+        return self.walk.rounded_up(self.walk.bound([self.head.args[name].labels]))
+
+
+@torch.no_grad()
+def analyse(model: nn.Module, input_shape: InputShape, *, compare: bool = True) -> Analysis:
+    """Trace a network and bound all that it computes; see ``lipschitz_bound``.
+
+    Args:
+        model: not changed.
+        input_shape: as for ``lipschitz_bound``.
+        compare: whether to run the model on random inputs, and see that it is what was traced.
+
+    >>> found = ts.lipschitz.analyse(nn.Sequential(OrthoLinear(8, 6), nn.ReLU(), nn.Linear(6, 3)), (8,))
+    >>> found.head_weight.shape, round(found.features_bound, 4)
+    (torch.Size([3, 6]), 1.0)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}: put a function in a module")
+    shapes = checked_shapes(input_shape)
+    refuse_unreadable(model)
+    like = input_like(model)
+    with unchanged(model):
+        graph = _traced(model, shapes, like)
+    if not sum(leaf.numel() for leaf in graph.tensors):
+        raise ValueError(f"{class_name(model)} returns no numbers for an input of shape {input_shape}")
+    walk = Walk(graph)
+    walk.forward()
+    if graph.tokens and any(_is_input(labels, graph) for labels in graph.outputs):
+        raise NoRuleError("tokens that do not go to an embedding have no Lipschitz constant")
+    for labels in graph.outputs:
+        if labels.ndim == 0 or labels.shape[0] != BATCH:
+            raise NoRuleError(
+                f"{class_name(model)} moves or mixes the samples of a batch: it returns {tuple(labels.shape)} for a "
+                f"batch of {BATCH}"
+            )
+    places, gains = [], dict[int, float]()
+    for sample in range(BATCH):
+        alone = torch.arange(BATCH) == sample
+        chosen = [alone.double().view(-1, *(1,) * (labels.ndim - 1)).expand(labels.shape) for labels in graph.outputs]
+        weights, seen = walk.back(graph.outputs, chosen)
+        if any(bool((w[~alone] > 0).any()) for w in weights):
+            raise NoRuleError(
+                f"{class_name(model)} mixes the samples of a batch: what it returns for one depends on the others"
+            )
+        places.append(torch.cat([w[alone].flatten() for w in weights]))
+        gains = {call: max(gain, gains.get(call, 0.0)) for call, gain in seen.items()}
+    if not all(torch.allclose(each, places[0], rtol=1e-6, atol=0.0) for each in places):
+        raise NoRuleError(
+            f"{class_name(model)} moves or mixes the samples of a batch: it amplifies more in one place than in another"
+        )
+    bound = walk.rounded_up(min(math.sqrt(max(float(each.max()) for each in places)), walk.bound(graph.outputs)))
+    found = Analysis(bound, graph, walk, gains)
+    if compare:
+        with unchanged(model):
+            _compare(model, found, shapes, like)
+    return found
+
+
+def _is_input(labels: Tensor, graph: Graph) -> bool:
+    end = sum(math.prod(shape) for _, shape in graph.inputs)
+    return bool(((labels != 0) & (labels.abs() <= end)).any())
+
+
+def checked_shapes(input_shape: InputShape) -> list[Shape] | dict[str, Shape]:
+    """Shapes of all inputs, by position or by name.
+
+    Raises:
+        ValueError: if they are not shapes.
+    """
+    if isinstance(input_shape, Mapping):
+        named = {str(name): _checked_shape(shape, input_shape) for name, shape in input_shape.items()}
+        if named:
+            return named
+    elif isinstance(input_shape, list | tuple) and input_shape and not isinstance(input_shape[0], int):
+        return [_checked_shape(shape, input_shape) for shape in input_shape]
+    return [_checked_shape(input_shape, input_shape)]
+
+
+def _checked_shape(shape: Any, given: Any) -> Shape:
+    sizes = tuple(shape) if isinstance(shape, list | tuple) else ()
+    if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        raise ValueError(
+            f"input_shape={given!r} must be positive integers, one input without the batch, or a list or dictionary of "
+            "such shapes"
+        )
+    if math.prod(sizes) > _LARGEST_INPUT:
+        raise ValueError(
+            f"input_shape={shown(sizes)} has more than {_LARGEST_INPUT} numbers, too many to follow one by one: "
+            "trysquare.spectral_norm_bound(layer), without a shape, bounds a layer for every size at once"
+        )
+    return sizes
+
+
+def _traced(model: nn.Module, shapes: Any, like: Tensor) -> Graph:
+    try:
+        return Tracer(model, like.dtype, is_leaf).trace(shapes, like.device, tokens=False)
+    except TakesTokens:
+        return Tracer(model, like.dtype, is_leaf).trace(shapes, like.device, tokens=True)
+
+
+def random_inputs(graph: Graph, shapes: Any, like: Tensor, batch: int) -> Any:
+    """Normal noise, the same each time; tokens if that is what the model takes."""
+    generator = torch.Generator().manual_seed(0)
+    words = min((len(node.args["weight"]) for node in graph.nodes if node.op == "embedding"), default=1)
+
+    def made(shape: Shape) -> Tensor:
+        if graph.tokens:
+            return torch.randint(words, (batch, *shape), generator=generator).to(like.device)
+        return torch.randn(batch, *shape, generator=generator).to(like)
+
+    if isinstance(shapes, dict):
+        return {name: made(shape) for name, shape in shapes.items()}
+    return [made(shape) for shape in shapes]
+
+
+def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> None:
+    """See that the model does with numbers, and another batch, what was traced.
+
+    Raises:
+        NoRuleError: if not.
+    """
+    inputs = random_inputs(found.graph, shapes, like, _OTHER_BATCH)
+    exact_model = ExactEvaluation(model, found.graph, found.gains)
+    followed, error = exact_model(inputs)
+    short = max((like.dtype, autocast_dtype(like) or like.dtype), key=lambda dtype: torch.finfo(dtype).eps)
+    rounding = (error - exact_model.jumps) * torch.finfo(short).eps / torch.finfo(torch.float64).eps + exact_model.jumps
+
+    def called(values: Any, copy: bool = True) -> list[Tensor]:
+        # The model may write into its inputs.
+        if copy:
+            values = tree_map(torch.clone, values)
+        try:
+            result = model(**values) if isinstance(values, dict) else model(*values)
+        except Exception as error:
+            raise ValueError(f"{class_name(model)} fails on a batch that it was not traced with: {error}") from error
+        return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+    def each(change: Any) -> Any:
+        return {n: change(v) for n, v in inputs.items()} if isinstance(inputs, dict) else [change(v) for v in inputs]
+
+    with torch.no_grad():
+        plain, flipped, alone = called(inputs), called(each(lambda v: v.flip(0))), called(each(lambda v: v[:1]))
+        if found.graph.writes:
+            given = each(lambda v: v.clone())
+            with CopiesAndWrites(tree_leaves(given)) as seen:
+                called(given, copy=False)
+            if seen.names != CopiesAndWrites.of(found.graph.sequence):
+                raise NoRuleError(
+                    f"{class_name(model)} writes into values that share memory with others when it is followed and do "
+                    "not when it runs, or the other way round; write with clone() what is to be a copy"
+                )
+    with torch.enable_grad():  # what an attack computes
+        graded = called(inputs)
+    exact = [leaf for leaf in tree_leaves(followed) if isinstance(leaf, Tensor)]
+    reason = (
+        f"{class_name(model)} returns other values when it runs than when it is followed; it must not depend on "
+        "whether it is traced or compiled, on gradients being recorded, or on anything but its input"
+    )
+    _refuse_difference(plain, exact, short, rounding, reason)
+    _refuse_difference(plain, graded, short, rounding, reason)
+    depends = f"{class_name(model)} moves or mixes the samples of a batch: outputs depend on others, or on the place"
+    first = plain if any(t.ndim == 0 for t in plain) else [t[:1] for t in plain]
+    _refuse_difference(alone, first, short, rounding, depends)
+    _refuse_difference(plain, [t.flip(0) if t.ndim else t for t in flipped], short, rounding, depends)
+
+
+def _refuse_difference(
+    found: list[Tensor], expected: list[Tensor], dtype: torch.dtype, rounding: float, reason: str
+) -> None:
+    """Refuse outputs that differ by more than arithmetic can explain.
+
+    The tolerance is some times the root of the dtype's precision, and what its rounding errors can come to in this
+    network. It need not be sharp: what it looks for is another function.
+    """
+    same = len(found) == len(expected)
+    for one, two in zip(found, expected, strict=False):
+        if one.shape != two.shape:
+            same = False
+            continue
+        a, b = (t.detach().cpu().double() for t in (one, two))
+        shorter = max(
+            (dtype, *(t.dtype for t in (one, two) if t.is_floating_point())), key=lambda d: torch.finfo(d).eps
+        )
+        finite = b[b.isfinite()].abs()
+        size = float(finite.max()) if finite.numel() else 0.0
+        if not math.isfinite(rounding):
+            rounding = 0.0
+        tolerance = 8 * (torch.finfo(shorter).eps ** 0.5 * size + torch.finfo(shorter).tiny) + rounding
+        same = same and torch.allclose(a, b, rtol=0, atol=tolerance, equal_nan=True)
+    if not same:
+        raise NoRuleError(reason)

@@ -1,0 +1,96 @@
+import pytest
+import torch
+
+import trysquare as ts
+from trysquare.lab.training.step import Gradients
+from trysquare.nn.parametrizations.base import Parametrization
+
+
+def batch(count=48):
+    return torch.rand(count, 1, 8, 8), torch.randint(10, (count,))
+
+
+def small(**options):
+    return ts.models.build("tiny-digits", (1, 8, 8), widths=(4,), dense_width=16, dense_layers=2, **options)
+
+
+def gradients_of(model, loss, images, labels, **options):
+    model.zero_grad(set_to_none=True)
+    counts = Gradients(model, loss, **options)(images, labels)
+    return counts, [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """How often weights were built."""
+    seen = []
+    built = Parametrization._built
+    monkeypatch.setattr(Parametrization, "_built", lambda self, free: seen.append(self) or built(self, free))
+    return seen
+
+
+@pytest.mark.parametrize("loss", ["offset-cross-entropy", "emma", "certificate-regularizer"])
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+@pytest.mark.parametrize("conv", ["aoc", "soc"])
+def test_a_batch_in_parts_has_the_same_gradient_and_builds_weights_once(loss, parts, conv, builds):
+    model, (images, labels) = small(conv=conv), batch()
+    loss = ts.losses.make_loss(loss)
+    options = {"head": model.head.weight} if loss.__class__.__name__ != "OffsetCrossEntropy" else {}
+    value = loss(model(images), labels, **options)
+    expected = torch.autograd.grad(value, list(model.parameters()))
+    builds.clear()
+    counts, found = gradients_of(model, loss, images, labels, parts=parts)
+    # One convolution, which SOC trains without its weight, two linear layers, the head.
+    assert len(builds) == len(set(map(id, builds))) == (4 if conv == "aoc" else 3)
+    assert float(counts[0]) == pytest.approx(48 * float(value.detach()), rel=1e-5)
+    assert int(counts[2]) == 48
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_parts_add_no_calls_that_build_weights(builds):
+    """The work for eight parts grows by convolutions and products, not by factorizations."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.factorizations = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.factorizations += "cholesky" in str(function) or "triangular" in str(function)
+            return function(*args, **(kwargs or {}))
+
+    model, (images, labels) = small(), batch()
+    numbers = []
+    for parts in (1, 8):
+        with Count() as count:
+            gradients_of(model, ts.losses.OffsetCrossEntropy(), images, labels, parts=parts)
+        numbers.append(count.factorizations)
+    assert numbers[0] == numbers[1] > 0
+
+
+def test_bfloat16_computes_in_it_and_builds_weights_in_float32(builds):
+    model, (images, labels) = small(), batch()
+    seen = []
+    hook = model.features[0].register_forward_hook(
+        lambda layer, given, output: seen.append((output.dtype, layer.weight.dtype))
+    )
+    _, low = gradients_of(model, ts.losses.OffsetCrossEntropy(), images, labels, precision="bfloat16", parts=2)
+    assert seen == [(torch.bfloat16, torch.float32)] * 2
+    _, full = gradients_of(model, ts.losses.OffsetCrossEntropy(), images, labels)
+    for one, other in zip(low, full, strict=True):
+        assert one.dtype == torch.float32
+        assert (one - other).norm() < 0.2 * other.norm() + 1e-3
+    hook.remove()
+    values = ts.singular_values(model.features[0], (1, 8, 8))
+    assert (values - 1).abs().max() < 1e-5
+
+
+def test_parameters_that_are_not_used_or_not_trained_are_left_alone():
+    model, (images, labels) = small(), batch()
+    model.unused = torch.nn.Parameter(torch.ones(2))
+    model.head.bias.requires_grad_(False)
+    Gradients(model, ts.losses.CosineLoss(), parts=2)(images, labels)
+    assert model.head.bias.grad is None
+    assert torch.equal(model.unused.grad, torch.zeros(2))
