@@ -393,8 +393,8 @@ def test_compiles(name):
 @pytest.mark.parametrize(
     ("name", "option", "reason"),
     [
-        ("SLLBlock2d", "stride", "SLLAOCBlock changes both"),
-        ("CPLBlock1d", "out_channels", "SLLAOCBlock changes both"),
+        ("SLLBlock2d", "stride", "SLLAOCBlock2d changes both"),
+        ("CPLBlock1d", "out_channels", "SLLAOCBlock2d changes both"),
         ("SLLBlock2d", "steps", "there is no such argument"),
         ("SLLLinear", "steps", "there is no such argument"),
         ("SLLAOCBlock2d", "mid_chanels", "there is no such argument"),

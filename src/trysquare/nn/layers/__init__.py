@@ -1,207 +1,54 @@
 """Layers with torch's signatures."""
 
-from trysquare.nn.layers.activations import (
-    Abs,
-    FullSort,
-    GroupSort,
-    Householder,
-    MaxMin,
-    NActivation,
+from trysquare.nn.layers import (
+    activations,
+    centering,
+    conv,
+    cpl,
+    depthwise,
+    fourier,
+    heads,
+    linear,
+    pooling,
+    residual,
+    sandwich,
+    sandwich_fourier,
+    scaling,
+    shuffle,
+    sll,
+    sllaoc,
 )
-from trysquare.nn.layers.centering import (
-    BatchCentering,
-    LayerCentering,
-)
-from trysquare.nn.layers.conv import (
-    OrthoConv1d,
-    OrthoConv2d,
-    OrthoConv3d,
-    OrthoConvTranspose1d,
-    OrthoConvTranspose2d,
-    OrthoConvTranspose3d,
-)
-from trysquare.nn.layers.cpl import (
-    CPLBlock,
-    CPLBlock1d,
-    CPLBlock2d,
-    CPLBlock3d,
-    CPLLinear,
-)
-from trysquare.nn.layers.depthwise import (
-    DepthwiseResidualBlock,
-    DepthwiseResidualBlock1d,
-    DepthwiseResidualBlock2d,
-    DepthwiseResidualBlock3d,
-)
-from trysquare.nn.layers.fourier import (
-    FourierOrthoConv1d,
-    FourierOrthoConv2d,
-    FourierOrthoConv3d,
-    FourierOrthoConvTranspose1d,
-    FourierOrthoConvTranspose2d,
-    FourierOrthoConvTranspose3d,
-)
-from trysquare.nn.layers.heads import (
-    UnitNormLinear,
-)
-from trysquare.nn.layers.linear import (
-    OrthoLinear,
-)
-from trysquare.nn.layers.pooling import (
-    GlobalL2NormPool,
-    GlobalMaxPool,
-    GlobalScaledAvgPool,
-    InvertibleDownsampling1d,
-    InvertibleDownsampling2d,
-    InvertibleDownsampling3d,
-    InvertibleUpsampling1d,
-    InvertibleUpsampling2d,
-    InvertibleUpsampling3d,
-    L2NormPool1d,
-    L2NormPool2d,
-    L2NormPool3d,
-    LipschitzMaxPool1d,
-    LipschitzMaxPool2d,
-    LipschitzMaxPool3d,
-    ScaledAvgPool1d,
-    ScaledAvgPool2d,
-    ScaledAvgPool3d,
-)
-from trysquare.nn.layers.residual import (
-    ConcatResidual,
-    ConvexResidual,
-    L2Residual,
-    LearnableResidual,
-)
-from trysquare.nn.layers.sandwich import (
-    SandwichAOCConv,
-    SandwichAOCConv1d,
-    SandwichAOCConv2d,
-    SandwichAOCConv3d,
-    SandwichAOCConvTranspose,
-    SandwichAOCConvTranspose1d,
-    SandwichAOCConvTranspose2d,
-    SandwichAOCConvTranspose3d,
-    SandwichLinear,
-)
-from trysquare.nn.layers.sandwich_fourier import (
-    SandwichConv,
-    SandwichConv1d,
-    SandwichConv2d,
-    SandwichConv3d,
-    SandwichConvTranspose,
-    SandwichConvTranspose1d,
-    SandwichConvTranspose2d,
-    SandwichConvTranspose3d,
-)
-from trysquare.nn.layers.scaling import (
-    InputScaling,
-)
-from trysquare.nn.layers.shuffle import (
-    ChannelShuffle,
-)
-from trysquare.nn.layers.sll import (
-    SLLBlock,
-    SLLBlock1d,
-    SLLBlock2d,
-    SLLBlock3d,
-    SLLLinear,
-)
-from trysquare.nn.layers.sllaoc import (
-    SLLAOCBlock,
-    SLLAOCBlock1d,
-    SLLAOCBlock2d,
-    SLLAOCBlock3d,
-    SLLAOCBlockTranspose,
-    SLLAOCBlockTranspose1d,
-    SLLAOCBlockTranspose2d,
-    SLLAOCBlockTranspose3d,
-)
+from trysquare.nn.layers.activations import *
+from trysquare.nn.layers.centering import *
+from trysquare.nn.layers.conv import *
+from trysquare.nn.layers.cpl import *
+from trysquare.nn.layers.depthwise import *
+from trysquare.nn.layers.fourier import *
+from trysquare.nn.layers.heads import *
+from trysquare.nn.layers.linear import *
+from trysquare.nn.layers.pooling import *
+from trysquare.nn.layers.residual import *
+from trysquare.nn.layers.sandwich import *
+from trysquare.nn.layers.sandwich_fourier import *
+from trysquare.nn.layers.scaling import *
+from trysquare.nn.layers.shuffle import *
+from trysquare.nn.layers.sll import *
+from trysquare.nn.layers.sllaoc import *
 
-__all__ = [
-    "Abs",
-    "BatchCentering",
-    "CPLBlock",
-    "CPLBlock1d",
-    "CPLBlock2d",
-    "CPLBlock3d",
-    "CPLLinear",
-    "ChannelShuffle",
-    "ConcatResidual",
-    "ConvexResidual",
-    "DepthwiseResidualBlock",
-    "DepthwiseResidualBlock1d",
-    "DepthwiseResidualBlock2d",
-    "DepthwiseResidualBlock3d",
-    "FourierOrthoConv1d",
-    "FourierOrthoConv2d",
-    "FourierOrthoConv3d",
-    "FourierOrthoConvTranspose1d",
-    "FourierOrthoConvTranspose2d",
-    "FourierOrthoConvTranspose3d",
-    "FullSort",
-    "GlobalL2NormPool",
-    "GlobalMaxPool",
-    "GlobalScaledAvgPool",
-    "GroupSort",
-    "Householder",
-    "InputScaling",
-    "InvertibleDownsampling1d",
-    "InvertibleDownsampling2d",
-    "InvertibleDownsampling3d",
-    "InvertibleUpsampling1d",
-    "InvertibleUpsampling2d",
-    "InvertibleUpsampling3d",
-    "L2NormPool1d",
-    "L2NormPool2d",
-    "L2NormPool3d",
-    "L2Residual",
-    "LayerCentering",
-    "LearnableResidual",
-    "LipschitzMaxPool1d",
-    "LipschitzMaxPool2d",
-    "LipschitzMaxPool3d",
-    "MaxMin",
-    "NActivation",
-    "OrthoConv1d",
-    "OrthoConv2d",
-    "OrthoConv3d",
-    "OrthoConvTranspose1d",
-    "OrthoConvTranspose2d",
-    "OrthoConvTranspose3d",
-    "OrthoLinear",
-    "SLLAOCBlock",
-    "SLLAOCBlock1d",
-    "SLLAOCBlock2d",
-    "SLLAOCBlock3d",
-    "SLLAOCBlockTranspose",
-    "SLLAOCBlockTranspose1d",
-    "SLLAOCBlockTranspose2d",
-    "SLLAOCBlockTranspose3d",
-    "SLLBlock",
-    "SLLBlock1d",
-    "SLLBlock2d",
-    "SLLBlock3d",
-    "SLLLinear",
-    "SandwichAOCConv",
-    "SandwichAOCConv1d",
-    "SandwichAOCConv2d",
-    "SandwichAOCConv3d",
-    "SandwichAOCConvTranspose",
-    "SandwichAOCConvTranspose1d",
-    "SandwichAOCConvTranspose2d",
-    "SandwichAOCConvTranspose3d",
-    "SandwichConv",
-    "SandwichConv1d",
-    "SandwichConv2d",
-    "SandwichConv3d",
-    "SandwichConvTranspose",
-    "SandwichConvTranspose1d",
-    "SandwichConvTranspose2d",
-    "SandwichConvTranspose3d",
-    "SandwichLinear",
-    "ScaledAvgPool1d",
-    "ScaledAvgPool2d",
-    "ScaledAvgPool3d",
-    "UnitNormLinear",
-]
+__all__: list[str] = []
+__all__ += activations.__all__
+__all__ += centering.__all__
+__all__ += conv.__all__
+__all__ += cpl.__all__
+__all__ += depthwise.__all__
+__all__ += fourier.__all__
+__all__ += heads.__all__
+__all__ += linear.__all__
+__all__ += pooling.__all__
+__all__ += residual.__all__
+__all__ += sandwich.__all__
+__all__ += sandwich_fourier.__all__
+__all__ += scaling.__all__
+__all__ += shuffle.__all__
+__all__ += sll.__all__
+__all__ += sllaoc.__all__

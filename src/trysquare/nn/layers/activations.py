@@ -16,6 +16,8 @@ from trysquare.nn.geometry import number, positive
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.linalg.sorting import max_min
 
+__all__ = ["Abs", "FullSort", "GroupSort", "Householder", "MaxMin", "NActivation"]
+
 
 def _grouped(x: Tensor, group_size: int, dim: int) -> Tensor:
     """Split axis ``dim`` into neighbours: ``(..., channels / group_size, group_size, ...)``."""

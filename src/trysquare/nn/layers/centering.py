@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from trysquare.nn.geometry import positive
 from trysquare.nn.linalg.precision import at_least_float32
 
+__all__ = ["BatchCentering", "LayerCentering"]
+
 
 class _SumOverRanks(torch.autograd.Function):
     """Sum of a tensor over the ranks of a process group; the gradient is summed in the same way."""

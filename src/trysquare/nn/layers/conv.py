@@ -33,6 +33,15 @@ from trysquare.nn.linalg.orthogonalize import orthogonalizer as find_orthogonali
 from trysquare.nn.linalg.precision import as_autocast
 from trysquare.nn.parametrizations import find_method
 
+__all__ = [
+    "OrthoConv1d",
+    "OrthoConv2d",
+    "OrthoConv3d",
+    "OrthoConvTranspose1d",
+    "OrthoConvTranspose2d",
+    "OrthoConvTranspose3d",
+]
+
 Size = int | Sequence[int]
 
 _DEFAULT_ORTHOGONALIZER = "cholesky"

@@ -12,6 +12,8 @@ from trysquare.nn.layers.potential import Contraction, PotentialConv, PotentialL
 from trysquare.nn.linalg.norms import norm_bound
 from trysquare.nn.linalg.rescaling import scaled_to_one
 
+__all__ = ["CPLBlock1d", "CPLBlock2d", "CPLBlock3d", "CPLLinear"]
+
 
 class NormContraction(Contraction):
     """``K / bound`` for a free kernel ``K`` and an upper bound of its norm, in each group.
@@ -71,12 +73,23 @@ class CPLLinear(PotentialLinear):
     _options = ("steps",)
 
 
-class CPLBlock(PotentialConv):
+class _CPLBlock(PotentialConv):
+    contraction = NormContraction
+    _options = ("steps",)
+
+
+class CPLBlock1d(_CPLBlock):
+    """The block in one dimension; see ``CPLBlock2d``."""
+
+    dims = 1
+
+
+class CPLBlock2d(_CPLBlock):
     """``x - (2 / ‖K‖) Kᵀ σ(K x / ‖K‖ + b)`` with a convolution ``K``, 1-Lipschitz.
 
     The norm is bounded from above on feature maps of every size (``trysquare.linalg.norm_bound``).
     The power iteration of the original method approaches it from below, and so does not certify.
-    Two dimensions; ``CPLBlock1d`` and ``3d`` have one and three.
+
 
     Args:
         channels: channels of input and output.
@@ -96,23 +109,10 @@ class CPLBlock(PotentialConv):
     torch.Size([1, 8, 6, 6])
     """
 
-    contraction = NormContraction
-    _options = ("steps",)
-
-
-class CPLBlock1d(CPLBlock):
-    """The block in one dimension; see ``CPLBlock``."""
-
-    dims = 1
-
-
-class CPLBlock2d(CPLBlock):
-    """The block in two dimensions; see ``CPLBlock``."""
-
     dims = 2
 
 
-class CPLBlock3d(CPLBlock):
-    """The block in three dimensions; see ``CPLBlock``."""
+class CPLBlock3d(_CPLBlock):
+    """The block in three dimensions; see ``CPLBlock2d``."""
 
     dims = 3

@@ -11,30 +11,10 @@ from trysquare.nn.layers.activations import MaxMin
 from trysquare.nn.layers.conv import CONVOLUTION, Size
 from trysquare.nn.layers.residual import LearnableResidual
 
+__all__ = ["DepthwiseResidualBlock1d", "DepthwiseResidualBlock2d", "DepthwiseResidualBlock3d"]
 
-class DepthwiseResidualBlock(LearnableResidual):
-    """Depthwise convolution that doubles the channels, ``MaxMin``, pointwise convolution, learnable skip.
 
-    1-Lipschitz. The depthwise layer needs the multiplier: with one output for each input there is
-    nothing to learn, because the only orthogonal filters are shifts. Two dimensions;
-    ``DepthwiseResidualBlock1d`` and ``3d`` have one and three.
-
-    Args:
-        channels: channels of input and output.
-        kernel_size: size of the depthwise kernel (the paper: 3 for CIFAR-10, 5 for ImageNet).
-        multiplier: outputs of the depthwise layer for each input channel, at least 2; the hidden
-            channels must be even.
-        bias: whether the convolutions have a bias.
-        padding_mode: ``"circular"`` or ``"zeros"``.
-        scale: first value of the factor in front of the branch.
-        device: device of the parameters.
-        dtype: dtype of the weights.
-        convolution: further arguments for both convolutions, such as ``orthogonalizer``.
-
-    >>> DepthwiseResidualBlock2d(8)(torch.randn(1, 8, 6, 6)).shape
-    torch.Size([1, 8, 6, 6])
-    """
-
+class _DepthwiseResidualBlock(LearnableResidual):
     dims: ClassVar[int] = 2
 
     def __init__(
@@ -62,19 +42,38 @@ class DepthwiseResidualBlock(LearnableResidual):
         super().__init__(branch, scale=scale, device=device, dtype=dtype)
 
 
-class DepthwiseResidualBlock1d(DepthwiseResidualBlock):
-    """The block in one dimension; see ``DepthwiseResidualBlock``."""
+class DepthwiseResidualBlock1d(_DepthwiseResidualBlock):
+    """The block in one dimension; see ``DepthwiseResidualBlock2d``."""
 
     dims = 1
 
 
-class DepthwiseResidualBlock2d(DepthwiseResidualBlock):
-    """The block in two dimensions; see ``DepthwiseResidualBlock``."""
+class DepthwiseResidualBlock2d(_DepthwiseResidualBlock):
+    """Depthwise convolution that doubles the channels, ``MaxMin``, pointwise convolution, learnable skip.
+
+    1-Lipschitz. The depthwise layer needs the multiplier: with one output for each input there is
+    nothing to learn, because the only orthogonal filters are shifts.
+
+    Args:
+        channels: channels of input and output.
+        kernel_size: size of the depthwise kernel (the paper: 3 for CIFAR-10, 5 for ImageNet).
+        multiplier: outputs of the depthwise layer for each input channel, at least 2; the hidden
+            channels must be even.
+        bias: whether the convolutions have a bias.
+        padding_mode: ``"circular"`` or ``"zeros"``.
+        scale: first value of the factor in front of the branch.
+        device: device of the parameters.
+        dtype: dtype of the weights.
+        convolution: further arguments for both convolutions, such as ``orthogonalizer``.
+
+    >>> DepthwiseResidualBlock2d(8)(torch.randn(1, 8, 6, 6)).shape
+    torch.Size([1, 8, 6, 6])
+    """
 
     dims = 2
 
 
-class DepthwiseResidualBlock3d(DepthwiseResidualBlock):
-    """The block in three dimensions; see ``DepthwiseResidualBlock``."""
+class DepthwiseResidualBlock3d(_DepthwiseResidualBlock):
+    """The block in three dimensions; see ``DepthwiseResidualBlock2d``."""
 
     dims = 3

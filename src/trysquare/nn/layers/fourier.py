@@ -26,6 +26,15 @@ from trysquare.nn.parametrizations import METHODS
 from trysquare.nn.parametrizations.base import random_orthonormal
 from trysquare.nn.parametrizations.upkeep import Caching
 
+__all__ = [
+    "FourierOrthoConv1d",
+    "FourierOrthoConv2d",
+    "FourierOrthoConv3d",
+    "FourierOrthoConvTranspose1d",
+    "FourierOrthoConvTranspose2d",
+    "FourierOrthoConvTranspose3d",
+]
+
 Size = int | Sequence[int]
 
 

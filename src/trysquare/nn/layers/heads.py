@@ -14,6 +14,8 @@ from trysquare.nn.linalg.margins import least_radius
 from trysquare.nn.linalg.rescaling import unit_rows
 from trysquare.nn.parametrizations import Parametrization
 
+__all__ = ["UnitNormLinear"]
+
 
 class UnitRows(Parametrization):
     """A matrix with rows of norm 1, from a free matrix; its rows of zeros count as rows of the identity."""

@@ -11,6 +11,8 @@ from trysquare.nn.geometry import positive
 from trysquare.nn.layers.base import ParametrizedWeight, check_dtype, copy_weights, factory_of
 from trysquare.nn.parametrizations import OrthonormalMatrix
 
+__all__ = ["OrthoLinear"]
+
 
 class OrthoLinear(ParametrizedWeight, nn.Linear):
     """An ``nn.Linear`` whose weight has orthonormal rows, or columns if there are more outputs than inputs.

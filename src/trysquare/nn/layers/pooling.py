@@ -18,6 +18,27 @@ from trysquare.nn.geometry import per_axis, window_overlap
 from trysquare.nn.linalg.norms import euclidean
 from trysquare.nn.linalg.precision import at_least_float32
 
+__all__ = [
+    "GlobalL2NormPool",
+    "GlobalMaxPool",
+    "GlobalScaledAvgPool",
+    "InvertibleDownsampling1d",
+    "InvertibleDownsampling2d",
+    "InvertibleDownsampling3d",
+    "InvertibleUpsampling1d",
+    "InvertibleUpsampling2d",
+    "InvertibleUpsampling3d",
+    "L2NormPool1d",
+    "L2NormPool2d",
+    "L2NormPool3d",
+    "LipschitzMaxPool1d",
+    "LipschitzMaxPool2d",
+    "LipschitzMaxPool3d",
+    "ScaledAvgPool1d",
+    "ScaledAvgPool2d",
+    "ScaledAvgPool3d",
+]
+
 Size = int | Sequence[int]
 
 _AVERAGE: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}

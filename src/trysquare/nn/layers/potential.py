@@ -130,7 +130,7 @@ class PotentialConv(_PotentialStep):
         **options: Any,
     ) -> None:
         super().__init__()
-        why = "the block adds to its own input, so channels and size stay; SLLAOCBlock changes both"
+        why = "the block adds to its own input, so channels and size stay; SLLAOCBlock2d changes both"
         refuse_arguments(self._get_name(), options, self._options, stride=why, out_channels=why)
         check_padding_mode(padding_mode)
         self.channels, self.groups, self.padding_mode = channels, groups, padding_mode

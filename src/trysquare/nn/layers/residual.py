@@ -12,6 +12,8 @@ from trysquare.nn.geometry import number
 from trysquare.nn.layers.pooling import EuclideanNorm
 from trysquare.nn.linalg.precision import at_least_float32
 
+__all__ = ["ConcatResidual", "ConvexResidual", "L2Residual", "LearnableResidual"]
+
 
 def _same_shape(skip: Tensor, branch: Tensor) -> None:
     if skip.shape != branch.shape:

@@ -23,6 +23,16 @@ from trysquare.nn.linalg.rescaling import positive
 from trysquare.nn.linalg.sandwich import mix, sandwich_pair
 from trysquare.nn.parametrizations import OrthonormalMatrix
 
+__all__ = [
+    "SandwichAOCConv1d",
+    "SandwichAOCConv2d",
+    "SandwichAOCConv3d",
+    "SandwichAOCConvTranspose1d",
+    "SandwichAOCConvTranspose2d",
+    "SandwichAOCConvTranspose3d",
+    "SandwichLinear",
+]
+
 
 class SandwichMatrices(PackedKernels):
     """``√2 Ψ⁻¹ B`` and ``√2 Aᵀ Ψ`` for one orthonormal matrix ``[A B]`` and free factors ``Ψ``."""
@@ -153,7 +163,13 @@ class _ExplicitSandwich(_Sandwich, ResamplingBlock):
         return SandwichKernels(*parts, self.groups, self.transposed, self.orthogonalizer, **factory)
 
 
-class SandwichAOCConv(_ExplicitSandwich):
+class SandwichAOCConv1d(_ExplicitSandwich):
+    """The layer in one dimension; see ``SandwichAOCConv2d``."""
+
+    dims = 1
+
+
+class SandwichAOCConv2d(_ExplicitSandwich):
     """Sandwich layer with explicit orthogonal kernels and stride: two plain convolutions. 1-Lipschitz.
 
     The first convolution maps to ``hidden_channels`` with the stride, the second, of the same size
@@ -185,57 +201,45 @@ class SandwichAOCConv(_ExplicitSandwich):
     torch.Size([1, 16, 3, 3])
     """
 
-
-class SandwichAOCConv1d(SandwichAOCConv):
-    """The layer in one dimension; see ``SandwichAOCConv``."""
-
-    dims = 1
-
-
-class SandwichAOCConv2d(SandwichAOCConv):
-    """The layer in two dimensions; see ``SandwichAOCConv``."""
-
     dims = 2
 
 
-class SandwichAOCConv3d(SandwichAOCConv):
-    """The layer in three dimensions; see ``SandwichAOCConv``."""
+class SandwichAOCConv3d(_ExplicitSandwich):
+    """The layer in three dimensions; see ``SandwichAOCConv2d``."""
 
     dims = 3
 
 
-class SandwichAOCConvTranspose(_ExplicitSandwich):
+class _SandwichAOCConvTranspose(_ExplicitSandwich):
+    transposed = True
+
+
+class SandwichAOCConvTranspose1d(_SandwichAOCConvTranspose):
+    """The layer in one dimension; see ``SandwichAOCConvTranspose2d``."""
+
+    dims = 1
+
+
+class SandwichAOCConvTranspose2d(_SandwichAOCConvTranspose):
     """Sandwich layer with explicit orthogonal kernels that makes maps larger. 1-Lipschitz.
 
-    Its Jacobians are transposes of those of a ``SandwichAOCConv`` from ``out_channels`` to
+    Its Jacobians are transposes of those of a ``SandwichAOCConv2d`` from ``out_channels`` to
     ``in_channels``: a plain convolution to ``hidden_channels``, then a transposed one with the
     stride. The output has ``stride`` times the size of the input; with zero padding what falls past
     its border is cut off. Two dimensions; ``SandwichAOCConvTranspose1d`` and ``3d`` have one and
     three.
 
-    Arguments are those of ``SandwichAOCConv``, with ``in_channels`` for ``hidden_channels`` if not
+    Arguments are those of ``SandwichAOCConv2d``, with ``in_channels`` for ``hidden_channels`` if not
     given.
 
     >>> SandwichAOCConvTranspose2d(16, 8, 3, stride=2)(torch.randn(1, 16, 3, 3)).shape
     torch.Size([1, 8, 6, 6])
     """
 
-    transposed = True
-
-
-class SandwichAOCConvTranspose1d(SandwichAOCConvTranspose):
-    """The layer in one dimension; see ``SandwichAOCConvTranspose``."""
-
-    dims = 1
-
-
-class SandwichAOCConvTranspose2d(SandwichAOCConvTranspose):
-    """The layer in two dimensions; see ``SandwichAOCConvTranspose``."""
-
     dims = 2
 
 
-class SandwichAOCConvTranspose3d(SandwichAOCConvTranspose):
-    """The layer in three dimensions; see ``SandwichAOCConvTranspose``."""
+class SandwichAOCConvTranspose3d(_SandwichAOCConvTranspose):
+    """The layer in three dimensions; see ``SandwichAOCConvTranspose2d``."""
 
     dims = 3

@@ -21,6 +21,15 @@ from trysquare.nn.linalg.rescaling import limited, positive
 from trysquare.nn.linalg.sandwich import sandwich_pair
 from trysquare.nn.parametrizations.upkeep import Caching
 
+__all__ = [
+    "SandwichConv1d",
+    "SandwichConv2d",
+    "SandwichConv3d",
+    "SandwichConvTranspose1d",
+    "SandwichConvTranspose2d",
+    "SandwichConvTranspose3d",
+]
+
 # Mean norm of the rows of a free kernel above which it is scaled down: far beyond it the rounding of the Cayley
 # transform, which grows with the square, would make it no contraction. At the start it is 1.
 _MOST = 30.0
@@ -178,13 +187,18 @@ class _FourierSandwich(ImageSized):
         )
 
 
-class SandwichConv(_FourierSandwich):
+class SandwichConv1d(_FourierSandwich):
+    """The layer in one dimension; see ``SandwichConv2d``."""
+
+    dims = 1
+
+
+class SandwichConv2d(_FourierSandwich):
     """Sandwich convolution by Fourier and Cayley transforms, on a circular domain of any size. 1-Lipschitz.
 
     ``[A B]`` has orthonormal rows at every frequency. The kernels that do this are as large as the
-    feature map, so ``at_size`` exports plain layers for one size only; ``SandwichAOCConv`` has small ones. In
-    eval the frequency response is kept until the parameters or the size of the input change. Two
-    dimensions; ``SandwichConv1d`` and ``3d`` have one and three.
+    feature map, so ``at_size`` exports plain layers for one size only; ``SandwichAOCConv2d`` has small ones. In
+    eval the frequency response is kept until the parameters or the size of the input change.
 
     Args:
         in_channels: channels of the input.
@@ -202,54 +216,41 @@ class SandwichConv(_FourierSandwich):
     torch.Size([1, 16, 3, 3])
     """
 
-
-class SandwichConv1d(SandwichConv):
-    """The layer in one dimension; see ``SandwichConv``."""
-
-    dims = 1
-
-
-class SandwichConv2d(SandwichConv):
-    """The layer in two dimensions; see ``SandwichConv``."""
-
     dims = 2
 
 
-class SandwichConv3d(SandwichConv):
-    """The layer in three dimensions; see ``SandwichConv``."""
+class SandwichConv3d(_FourierSandwich):
+    """The layer in three dimensions; see ``SandwichConv2d``."""
 
     dims = 3
 
 
-class SandwichConvTranspose(_FourierSandwich):
+class _SandwichConvTranspose(_FourierSandwich):
+    transposed = True
+
+
+class SandwichConvTranspose1d(_SandwichConvTranspose):
+    """The layer in one dimension; see ``SandwichConvTranspose2d``."""
+
+    dims = 1
+
+
+class SandwichConvTranspose2d(_SandwichConvTranspose):
     """Sandwich convolution by Fourier and Cayley transforms that makes maps larger. 1-Lipschitz.
 
-    Its Jacobians are transposes of those of a ``SandwichConv`` from ``out_channels`` to
-    ``in_channels``; the stride is an invertible upsampling at the end. Two dimensions;
-    ``SandwichConvTranspose1d`` and ``3d`` have one and three.
+    Its Jacobians are transposes of those of a ``SandwichConv2d`` from ``out_channels`` to
+    ``in_channels``; the stride is an invertible upsampling at the end.
 
-    Arguments are those of ``SandwichConv``; the hidden layer has ``in_channels``.
+    Arguments are those of ``SandwichConv2d``; the hidden layer has ``in_channels``.
 
     >>> SandwichConvTranspose2d(16, 8, 3, stride=2)(torch.randn(1, 16, 3, 3)).shape
     torch.Size([1, 8, 6, 6])
     """
 
-    transposed = True
-
-
-class SandwichConvTranspose1d(SandwichConvTranspose):
-    """The layer in one dimension; see ``SandwichConvTranspose``."""
-
-    dims = 1
-
-
-class SandwichConvTranspose2d(SandwichConvTranspose):
-    """The layer in two dimensions; see ``SandwichConvTranspose``."""
-
     dims = 2
 
 
-class SandwichConvTranspose3d(SandwichConvTranspose):
-    """The layer in three dimensions; see ``SandwichConvTranspose``."""
+class SandwichConvTranspose3d(_SandwichConvTranspose):
+    """The layer in three dimensions; see ``SandwichConvTranspose2d``."""
 
     dims = 3

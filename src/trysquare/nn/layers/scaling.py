@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from trysquare.nn.layers.centering import _per_channel
 
+__all__ = ["InputScaling"]
+
 
 class InputScaling(nn.Module):
     """``(x - mean) / std``, channel by channel: the usual scaling of images, as a layer of the network.

@@ -6,6 +6,8 @@ from torch import Tensor, nn
 
 from trysquare.nn.geometry import positive
 
+__all__ = ["ChannelShuffle"]
+
 
 class ChannelShuffle(nn.ChannelShuffle):
     """``nn.ChannelShuffle`` for any number of axes behind the channels. Isometric: it permutes.

@@ -8,6 +8,8 @@ from torch import Tensor
 from trysquare.nn.layers.potential import Contraction, PotentialConv, PotentialLinear
 from trysquare.nn.linalg.rescaling import channel_sums, contract_rows, gram, positive, positive_inverse
 
+__all__ = ["SLLBlock1d", "SLLBlock2d", "SLLBlock3d", "SLLLinear"]
+
 
 class RowContraction(Contraction):
     """``T^(-1/2) K`` for a free kernel ``K`` and free positive weights ``q`` that ``T`` depends on."""
@@ -64,13 +66,22 @@ class SLLLinear(PotentialLinear):
     contraction = RowContraction
 
 
-class SLLBlock(PotentialConv):
+class _SLLBlock(PotentialConv):
+    contraction = RowContraction
+
+
+class SLLBlock1d(_SLLBlock):
+    """The block in one dimension; see ``SLLBlock2d``."""
+
+    dims = 1
+
+
+class SLLBlock2d(_SLLBlock):
     """``x - 2 Kᵀ σ(K x + b)`` with a convolution ``K`` that is rescaled to be 1-Lipschitz; the block is so too.
 
     Each hidden channel is divided by ``sqrt(T_i)``, ``T_i = Σ_j |K Kᵀ|_ij q_j / q_i`` over channels
-    and taps with learnable positive ``q``: 1-Lipschitz on feature maps of every size. Two
-    dimensions; ``SLLBlock1d`` and ``3d`` have one and three. ``SLLAOCBlock`` also changes the
-    number of channels and the resolution.
+    and taps with learnable positive ``q``: 1-Lipschitz on feature maps of every size.
+    ``SLLAOCBlock2d`` also changes the number of channels and the resolution.
 
     Args:
         channels: channels of input and output.
@@ -88,22 +99,10 @@ class SLLBlock(PotentialConv):
     torch.Size([1, 8, 6, 6])
     """
 
-    contraction = RowContraction
-
-
-class SLLBlock1d(SLLBlock):
-    """The block in one dimension; see ``SLLBlock``."""
-
-    dims = 1
-
-
-class SLLBlock2d(SLLBlock):
-    """The block in two dimensions; see ``SLLBlock``."""
-
     dims = 2
 
 
-class SLLBlock3d(SLLBlock):
-    """The block in three dimensions; see ``SLLBlock``."""
+class SLLBlock3d(_SLLBlock):
+    """The block in three dimensions; see ``SLLBlock2d``."""
 
     dims = 3

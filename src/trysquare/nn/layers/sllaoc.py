@@ -30,6 +30,15 @@ from trysquare.nn.layers.packing import PackedKernels, Shapes
 from trysquare.nn.layers.sll import RowContraction
 from trysquare.nn.linalg.kernels import adjoint, compose
 
+__all__ = [
+    "SLLAOCBlock1d",
+    "SLLAOCBlock2d",
+    "SLLAOCBlock3d",
+    "SLLAOCBlockTranspose1d",
+    "SLLAOCBlockTranspose2d",
+    "SLLAOCBlockTranspose3d",
+]
+
 
 def _halves(kernel_size: Sizes) -> tuple[Sizes, Sizes]:
     """Sizes of ``K`` and of ``pre`` and ``post``, whose compositions have ``kernel_size`` taps."""
@@ -136,11 +145,17 @@ class _FusedBlock(ResamplingBlock):
         return Sum(around, self._plain_branch(first, second)).train(self.training)
 
 
-class SLLAOCBlock(_FusedBlock):
+class SLLAOCBlock1d(_FusedBlock):
+    """The block in one dimension; see ``SLLAOCBlock2d``."""
+
+    dims = 1
+
+
+class SLLAOCBlock2d(_FusedBlock):
     """Residual block that changes resolution and channels, 1-Lipschitz: ``post ∘ SLL ∘ pre``, fused.
 
     Two convolutions of ``kernel_size`` in the branch, the second with the stride; one strided
-    convolution in the shortcut. Two dimensions; ``SLLAOCBlock1d`` and ``3d`` have one and three.
+    convolution in the shortcut.
 
     Args:
         in_channels: channels of the input.
@@ -169,57 +184,44 @@ class SLLAOCBlock(_FusedBlock):
     torch.Size([1, 16, 3, 3])
     """
 
-
-class SLLAOCBlock1d(SLLAOCBlock):
-    """The block in one dimension; see ``SLLAOCBlock``."""
-
-    dims = 1
-
-
-class SLLAOCBlock2d(SLLAOCBlock):
-    """The block in two dimensions; see ``SLLAOCBlock``."""
-
     dims = 2
 
 
-class SLLAOCBlock3d(SLLAOCBlock):
-    """The block in three dimensions; see ``SLLAOCBlock``."""
+class SLLAOCBlock3d(_FusedBlock):
+    """The block in three dimensions; see ``SLLAOCBlock2d``."""
 
     dims = 3
 
 
-class SLLAOCBlockTranspose(_FusedBlock):
+class _SLLAOCBlockTranspose(_FusedBlock):
+    transposed = True
+
+
+class SLLAOCBlockTranspose1d(_SLLAOCBlockTranspose):
+    """The block in one dimension; see ``SLLAOCBlockTranspose2d``."""
+
+    dims = 1
+
+
+class SLLAOCBlockTranspose2d(_SLLAOCBlockTranspose):
     """Residual block that makes maps larger, 1-Lipschitz: ``preᵀ ∘ SLL ∘ postᵀ``, fused.
 
-    Its Jacobians are transposes of those of an ``SLLAOCBlock`` from ``out_channels`` to
+    Its Jacobians are transposes of those of an ``SLLAOCBlock2d`` from ``out_channels`` to
     ``in_channels``. Shortcut and first convolution of the branch are transposed convolutions with
     the stride, the second is a plain one. The output has ``stride`` times the size of the input;
-    with zero padding what falls past its border is cut off. Two dimensions;
-    ``SLLAOCBlockTranspose1d`` and ``3d`` have one and three.
+    with zero padding what falls past its border is cut off.
 
-    Arguments are those of ``SLLAOCBlock``, with ``in_channels`` for ``hidden_channels`` and
+    Arguments are those of ``SLLAOCBlock2d``, with ``in_channels`` for ``hidden_channels`` and
     ``out_channels`` for ``mid_channels`` if not given: the SLL block acts on the larger map.
 
     >>> SLLAOCBlockTranspose2d(16, 8, stride=2)(torch.randn(1, 16, 3, 3)).shape
     torch.Size([1, 8, 6, 6])
     """
 
-    transposed = True
-
-
-class SLLAOCBlockTranspose1d(SLLAOCBlockTranspose):
-    """The block in one dimension; see ``SLLAOCBlockTranspose``."""
-
-    dims = 1
-
-
-class SLLAOCBlockTranspose2d(SLLAOCBlockTranspose):
-    """The block in two dimensions; see ``SLLAOCBlockTranspose``."""
-
     dims = 2
 
 
-class SLLAOCBlockTranspose3d(SLLAOCBlockTranspose):
-    """The block in three dimensions; see ``SLLAOCBlockTranspose``."""
+class SLLAOCBlockTranspose3d(_SLLAOCBlockTranspose):
+    """The block in three dimensions; see ``SLLAOCBlockTranspose2d``."""
 
     dims = 3
