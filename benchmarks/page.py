@@ -136,10 +136,7 @@ def _again(entry: dict[str, Any]) -> str:
 
 
 def _took(entry: dict[str, Any]) -> str:
-    others, parts = entry.get("others"), entry.get("disturbed") or {}
-    most = "; " + ", ".join(f"{share:.0%} during {place}" for place, share in parts.items()) if parts else ""
-    beside = "" if others is None else f" (other programs, system and host took {others:.1%} of the processor{most})"
-    return f"{entry['seconds'] / 60:.1f} minutes{beside}"
+    return f"{entry['seconds'] / 60:.1f} minutes"
 
 
 def _markdown(part: Part) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from benchmarks.processor import foreign_seconds, is_disturbing, share_of_others
 from benchmarks.results import RESUME
 
 _BETWEEN = " / "
@@ -31,8 +30,6 @@ class Parts:
         self.path = path.with_name(f"{path.name}.parts")
         self.finished: dict[str, Any] = {}
         self.seconds = 0.0
-        self._foreign: float | None = 0.0
-        self._disturbed: dict[str, float] = {}
         self._about = about
 
     def read(self, resume: bool) -> None:
@@ -48,7 +45,6 @@ class Parts:
         left = self._left()
         self._refuse_other(str(self.path), left["about"], but=())
         self.finished, self.seconds = left["finished"], left["seconds"]
-        self._foreign, self._disturbed = left["foreign"], left["disturbed"]
 
     def _left(self) -> dict[str, Any]:
         try:
@@ -57,8 +53,6 @@ class Parts:
                 "about": dict(left["about"]),
                 "finished": dict(left["finished"]),
                 "seconds": float(left["seconds"]),
-                "foreign": None if left["foreign"] is None else float(left["foreign"]),
-                "disturbed": dict(left["disturbed"]),
             }
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{self.path} does not hold parts of a run ({error}): delete it") from error
@@ -92,9 +86,8 @@ class Parts:
 
     @property
     def spent(self) -> dict[str, Any]:
-        """Seconds that the parts took, the share of the processor that others had meanwhile, and where it was high."""
-        others = None if self._foreign is None else round(share_of_others(self._foreign, self.seconds), 4)
-        return {"seconds": round(self.seconds, 1), "others": others, "disturbed": self._disturbed}
+        """Seconds that the parts took."""
+        return {"seconds": round(self.seconds, 1)}
 
     def carry_out(self, plan: Any) -> Any:
         """Measure what is not finished, one part after the other, and return the result."""
@@ -106,24 +99,10 @@ class Parts:
         return _filled(plan, (), self.finished)
 
     def _measure(self, place: str, measure: Callable[[], Any]) -> None:
-        start, foreign = time.perf_counter(), foreign_seconds()
+        start = time.perf_counter()
         self.finished[place] = measure()
-        seconds, end = time.perf_counter() - start, foreign_seconds()
-        self.seconds += seconds
-        self._count_others(place, seconds, None if foreign is None or end is None else end - foreign)
-        self._write()
-        if place in self._disturbed:
-            share = f"{self._disturbed[place]:.0%}"
-            print(f"others took {share} of the processor during {place}: its times may be off", file=sys.stderr)
-
-    def _write(self) -> None:
-        spent = {"seconds": self.seconds, "foreign": self._foreign, "disturbed": self._disturbed}
-        results.write({"about": self._about, **spent, "finished": self.finished}, self.path)
-
-    def _count_others(self, place: str, seconds: float, foreign: float | None) -> None:
-        self._foreign = None if self._foreign is None or foreign is None else self._foreign + foreign
-        if foreign is not None and is_disturbing(foreign, seconds):
-            self._disturbed[place] = round(share_of_others(foreign, seconds), 3)
+        self.seconds += time.perf_counter() - start
+        results.write({"about": self._about, "seconds": self.seconds, "finished": self.finished}, self.path)
 
     def forget(self) -> None:
         """Remove the file, once the result is written."""

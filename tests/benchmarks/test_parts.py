@@ -1,5 +1,4 @@
 import json
-import os
 
 import pytest
 from benchmarks.__main__ import main
@@ -193,21 +192,3 @@ def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch):
         main(["counts", "--out", str(tmp_path / "x.json")])
     assert "x.json.parts: No space left on device" in str(stopped.value.code)
     assert "--resume" not in str(stopped.value.code)
-
-
-def test_others_that_took_much_are_noticed_and_added_up(tmp_path, monkeypatch, capsys):
-    cores = os.cpu_count()
-    counted = iter([10.0, 10.0 + 100 * cores, 200.0, 200.0])
-    clock = iter([0.0, 400.0, 1000.0, 1600.0])
-    monkeypatch.setattr("benchmarks.parts.foreign_seconds", lambda: next(counted))
-    monkeypatch.setattr("benchmarks.parts.time.perf_counter", lambda: next(clock))
-    first = Parts(tmp_path / "x.json", ABOUT)
-    first.carry_out({"loud": lambda: 1})
-    assert "others took 25% of the processor during loud: its times may be off" in capsys.readouterr().err
-    second = Parts(tmp_path / "x.json", ABOUT)
-    second.read(resume=True)
-    second.carry_out({"loud": lambda: 1, "quiet": lambda: 2})
-    assert second.spent == {"seconds": 1000.0, "others": 0.1, "disturbed": {"loud": 0.25}}
-    assert not capsys.readouterr().err.count("others took")
-    shown = page._took(second.spent)
-    assert shown == "16.7 minutes (other programs, system and host took 10.0% of the processor; 25% during loud)"
