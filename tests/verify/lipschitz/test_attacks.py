@@ -1,5 +1,6 @@
 """Attacks on bounds and certificates that once succeeded: each as it was, with what it is now."""
 
+import contextlib
 import math
 
 import pytest
@@ -371,6 +372,7 @@ CHANGES = {
     "factor": lambda y, large: y * (1000.0 if large else 1.0),
     "copies": lambda y, large: torch.stack([y] * (100 if large else 1)).sum(0),
     "constant": lambda y, large: y + torch.tensor([100.0 if large else 0.0, 0.0, 0.0]),
+    "rows": lambda y, large: y * torch.where(torch.arange(len(y)) < 3, 1.0, 1000.0)[:, None],
     "another call": lambda y, large: y.relu() if large else y,
 }
 
@@ -447,3 +449,30 @@ def test_factors_behind_a_head_keep_it(change):
     distance = factor * torch.cdist(head.weight, head.weight)[labels] + torch.eye(10, dtype=DOUBLE)[labels] * 1e9
     gap = (top - logits + torch.eye(10, dtype=DOUBLE)[labels] * 1e18) / distance
     torch.testing.assert_close(found.radii, gap.amin(1).detach(), rtol=1e-5, atol=1e-9)
+
+
+def _by_format(x):
+    y = F.interpolate(x.contiguous(memory_format=torch.channels_last), scale_factor=2)
+    big = torch.relu(y - 50)
+    big.to(memory_format=torch.contiguous_format).zero_()
+    return y + 1000 * big
+
+
+def _by_buffer(x):
+    y = F.interpolate(x.contiguous(memory_format=torch.channels_last), scale_factor=2)
+    big = torch.empty_like(y)
+    big.copy_(torch.relu(y - 50))
+    big.contiguous().zero_()
+    return y + 1000 * big
+
+
+@pytest.mark.parametrize("attack", [_by_format, _by_buffer])
+def test_layouts_of_interpolation(attack):
+    x = torch.full((1, 2, 4, 4), 100.0, dtype=DOUBLE)
+    slope = float((attack(x + 1) - attack(x)).norm() / torch.ones_like(x).norm())
+    with contextlib.suppress(NoRuleError):
+        assert ts.lipschitz_bound(of(attack), (2, 4, 4)) >= slope
+
+
+def test_randomized_slopes_in_place():
+    assert ts.lipschitz_bound(nn.Sequential(nn.Linear(3, 3), nn.RReLU(inplace=True)).eval(), (3,)) > 0

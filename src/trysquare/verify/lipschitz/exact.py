@@ -165,7 +165,7 @@ def _same_constant(traced: Any, seen: Any) -> bool:
         return True
     if isinstance(traced, Tensor) and isinstance(seen, Tensor):
         if traced.ndim and traced.shape != seen.shape and traced.shape[1:] == seen.shape[1:]:
-            traced, seen = traced[:1], seen[:1]
+            traced = traced[:1].expand(seen.shape)  # the same for every sample of the batch
         wide = torch.complex128 if traced.is_complex() else torch.float64
         one, two = traced.detach().to("cpu", wide), seen.to("cpu", wide)
         return one.shape == two.shape and torch.equal(one.nan_to_num(), two.nan_to_num())

@@ -474,7 +474,7 @@ class Shadow(TorchDispatchMode):
     def _write(self, op: str, func: Any, args: Any, kwargs: Any) -> Any:
         """A call in place: its result, written to where the first argument has its numbers."""
         target = args[0]
-        self.writes = self.writes or isinstance(target, Traced)
+        self.writes = True
         if _overlaps_itself(target):
             raise NoRuleError(
                 f"it writes into a view that holds some numbers several times ({user_line()}), one after another; "
@@ -594,9 +594,9 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 
 def convolution_layout(x: Tensor, weight: Tensor) -> torch.memory_format:
     """How torch lays out the result of a convolution, which its meta device does not say: by input and weight."""
-    if x.ndim == 4 and torch.channels_last in (suggest_memory_format(x), suggest_memory_format(weight)):
-        return torch.channels_last
-    return torch.contiguous_format
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
+    known = last is not None and last in (suggest_memory_format(x), suggest_memory_format(weight))
+    return last if known else torch.contiguous_format  # type: ignore[return-value]
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -610,7 +610,9 @@ def address(tensor: Tensor) -> int:
 
 def _nothing_drawn(func: Any, args: Any) -> bool:
     """Randomized slopes in eval mode, which are their mean."""
-    return func._schema.name == "aten::rrelu_with_noise" and not (len(args) > 4 and args[4])
+    return func._schema.name in ("aten::rrelu_with_noise", "aten::rrelu_with_noise_") and not (
+        len(args) > 4 and args[4]
+    )
 
 
 def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -753,7 +755,9 @@ class CopiesAndWrites(TorchDispatchMode):
     def of(sequence: Sequence[tuple[str, int]]) -> list[str]:
         """Names of the copies and writes among calls."""
         names = (name for name, _ in sequence)
-        return [name for name in names if name == "clone" or (name.endswith("_") and not name.startswith("_"))]
+        return [
+            name for name in names if name in ("clone", "_to_copy") or (name.endswith("_") and not name.startswith("_"))
+        ]
 
 
 class TakesTokens(Exception):  # noqa: N818
