@@ -17,5 +17,5 @@ def _names(namespace):
 # Sybil matches with Path.match, where ** is no more than *: a pattern for each depth.
 pytest_collect_file = (
     Sybil(parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/*.md"], setup=_names)
-    + Sybil(parsers=[DocTestParser()], patterns=["src/*/*.py", "src/*/*/*.py"], setup=_names)
+    + Sybil(parsers=[DocTestParser()], patterns=["src/*/*.py", "src/*/*/*.py", "src/*/*/*/*.py"], setup=_names)
 ).pytest()

@@ -2,15 +2,22 @@
 
 from typing import Any
 
+from trysquare.lab import checkpoint as checkpoint
 from trysquare.lab import data, models, training
 from trysquare.lab.checkpoint import load_model, save_checkpoint
+from trysquare.nn import export as export
 from trysquare.nn import layers, linalg, losses
+from trysquare.nn import optim as optim
+from trysquare.nn import parametrizations as parametrizations
 from trysquare.nn.export import to_torch
 from trysquare.nn.layers import *
 from trysquare.nn.losses import margin_for_radius
 from trysquare.nn.optim import ProjUNN
 from trysquare.nn.parametrizations import METHODS
 from trysquare.verify import attacks, lipschitz
+from trysquare.verify import auditing as auditing
+from trysquare.verify import certification as certification
+from trysquare.verify import spectrum as spectrum
 from trysquare.verify.auditing import AuditReport, audit
 from trysquare.verify.certification import Certificate, certified_radius, certify
 from trysquare.verify.lipschitz import lipschitz_bound, lipschitz_lower_bound
