@@ -16,7 +16,7 @@ from trysquare.lab import training
 from trysquare.lab.checkpoint import load_model
 from trysquare.lab.plotting import check_picture, plot_spectra
 from trysquare.lab.report import recipe_images, write_report
-from trysquare.lab.training.values import quotient
+from trysquare.lab.training.recipe import quotient
 from trysquare.naming import shown
 from trysquare.nn.export import FORMATS
 from trysquare.verify.auditing import audit

@@ -1,7 +1,13 @@
+import itertools
+import math
+import re
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.lab.report.documents import Document
-from trysquare.lab.report.markup import Markup, escape, join, tag
+from trysquare.lab.report.markup import LARGEST, Axis, Chart, Frame, Markup, Rows, apart, escape, join, tag, ticks
 
 
 @pytest.mark.parametrize("hostile", ["<script>x</script>", '"><img src=x onerror=y>', "' & </style>", "&lt;"])
@@ -21,3 +27,70 @@ def test_what_html_and_utf8_do_not_have_is_replaced():
 def test_nested_parts_are_joined_and_markup_is_kept():
     assert join("a<", None, [Markup("<br>"), ("b", 3)]) == "a&lt;<br>b3"
     assert tag("a", href=None, class_="x", stroke_width=2) == '<a class="x" stroke-width="2"></a>'
+
+
+NUMBERS = st.floats(-1e6, 1e6)
+
+
+@given(NUMBERS, st.floats(1e-6, 1e6), st.integers(2, 12))
+def test_ticks_are_few_round_and_inside(low, span, most):
+    found = ticks(low, low + span, most)
+    slack = 1e-8 * max(abs(low), span)
+    assert len(found) <= most
+    assert all(low - slack <= value <= low + span + slack for value in found)
+    steps = [b - a for a, b in itertools.pairwise(found)]
+    assert not steps or max(steps) - min(steps) <= 4 * math.ulp(max(map(abs, found)))
+
+
+def test_ticks_of_nothing():
+    assert ticks(2.0, 2.0, 5) == [2.0]
+
+
+@given(st.lists(st.floats(allow_nan=False), max_size=5))
+def test_an_axis_holds_all_values_whatever_they_are(values):
+    axis = Axis.around(values, "x")
+    finite = [value for value in values if abs(value) <= LARGEST]
+    assert axis.low < axis.high
+    assert all(axis.low <= value <= axis.high for value in finite)
+    assert len(ticks(axis.low, axis.high, 6)) <= 6
+
+
+def chart():
+    return Chart("key", "title <", "description", Frame(400, 200), Axis(0, 10, "x"), Axis(0, 1, "y"))
+
+
+def test_a_chart_says_what_it_is():
+    drawn = chart()
+    drawn.draw_x()
+    drawn.draw_y()
+    page = Document(drawn.rendered())
+    (svg,) = page.of("svg")
+    assert svg["role"] == "img"
+    assert [page.inside(key) for key in svg["aria-labelledby"].split()] == ["title <", "description"]
+    assert {"0", "5", "10", "x", "y"} <= set(page.text)
+
+
+def test_a_line_goes_from_corner_to_corner_and_does_not_leave():
+    drawn = chart()
+    drawn.line([(0, 0), (10, 1), (20, -3)], "c")
+    path = Document(drawn.rendered()).of("path")[0]["d"]
+    frame = drawn.frame
+    left, right, top, bottom = frame.left, frame.width - frame.right, frame.top, frame.height - frame.bottom
+    assert [float(n) for n in re.findall(r"[\d.]+", path)] == [left, bottom, right, top, right, bottom]
+
+
+def test_rows_are_named_and_long_names_shortened_with_the_whole_as_a_hint():
+    rows = Rows("key", "t", "d", 400, Axis(0, 1, "x"), ["short", "a" * 30], pitch=20, letters=10, remarks=["1", "2"])
+    rows.bar(1, 0.2, 0.4, "box", 4)
+    page = Document(rows.rendered())
+    assert rows.down(0.5) < rows.down(1.5)
+    assert {"short", "…aaaaaaaaa", "a" * 30, "1", "2"} <= set(page.text)
+    (box,) = page.of("rect")
+    assert float(box["y"]) == pytest.approx(rows.down(1.5) - 2, abs=0.1)
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=6))
+def test_labels_do_not_overlap(places):
+    moved = sorted(apart(places, 14, 0, 100))
+    assert all(b - a >= 14 - 1e-9 for a, b in itertools.pairwise(moved))
+    assert moved[-1] <= 100

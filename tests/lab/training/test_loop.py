@@ -16,9 +16,8 @@ from tests.lab.data.writers import write_imagenet
 from tests.lab.training.small import arguments, recipe, same, start, state, trained, weights
 from trysquare.lab.training import loop
 from trysquare.lab.training.build import build_loss, build_parts, radius_schedule
-from trysquare.lab.training.display import Display
 from trysquare.lab.training.distribution import World, chosen_device
-from trysquare.lab.training.evaluation import Evaluation
+from trysquare.lab.training.loop import Display, Evaluation
 
 CPU = World(torch.device("cpu"))
 
@@ -368,7 +367,7 @@ def test_the_line_on_a_terminal(monkeypatch):
 
 
 def test_what_a_log_file_sees(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("trysquare.lab.training.display._PLAIN", 0.0)
+    monkeypatch.setattr("trysquare.lab.training.loop._PLAIN", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
     ts.training.train(recipe(**{"train.epochs": 1}), tmp_path / "run")
     lines = capsys.readouterr().err.splitlines()

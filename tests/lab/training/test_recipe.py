@@ -3,8 +3,7 @@ import math
 import pytest
 
 import trysquare as ts
-from trysquare.lab.training.library import split_overrides
-from trysquare.lab.training.values import convert
+from trysquare.lab.training.recipe import convert, split_overrides
 
 
 def test_every_recipe_resolves_and_reads_back_what_it_wrote(tmp_path):

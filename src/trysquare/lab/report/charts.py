@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from trysquare.lab.report.formats import epsilon, number, percent, radius, scientific
-from trysquare.lab.report.markup import Markup, join
+from trysquare.lab.report.markup import LARGEST, Axis, Chart, Frame, Markup, Point, Rows, apart, join
 from trysquare.lab.report.reading import Record
-from trysquare.lab.report.svg import LARGEST, Axis, Chart, Frame, Point, Rows, apart
 from trysquare.verify.attacks import AttackReport
 from trysquare.verify.auditing import LayerAudit
 from trysquare.verify.certification import Certificate

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from trysquare.files import DIGEST, read_file, sha256
 from trysquare.lab.checkpoint import MODEL_FILES, read_checkpoint
-from trysquare.lab.training.library import refuse_bombs
+from trysquare.lab.training.recipe import refuse_bombs
 from trysquare.verify.attacks import AttackReport
 from trysquare.verify.auditing import AuditReport
 from trysquare.verify.certification import Certificate

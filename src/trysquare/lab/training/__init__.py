@@ -5,12 +5,11 @@
 """
 
 from trysquare.lab.training.distribution import first_to_fail, leads
-from trysquare.lab.training.library import read_recipe, recipes, split_overrides
 from trysquare.lab.training.loop import StoppedError, resume, train
-from trysquare.lab.training.optimizers import OPTIMIZERS
-from trysquare.lab.training.recipe import Recipe, resolve
+from trysquare.lab.training.recipe import Recipe, read_recipe, recipes, resolve, split_overrides
 from trysquare.lab.training.results import ATTACKS, attack_run, audit_run, certify_run, export_run
 from trysquare.lab.training.run import Run, load_run
+from trysquare.lab.training.step import OPTIMIZERS
 
 __all__ = [
     "ATTACKS",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from trysquare.lab.data import Images, Loader, load
 from trysquare.lab.data.registry import check_images
 from trysquare.lab.models import Classifier, build
 from trysquare.lab.training.distribution import World
-from trysquare.lab.training.optimizers import OPTIMIZERS, Stepper
 from trysquare.lab.training.recipe import MARGINS, Recipe
+from trysquare.lab.training.step import OPTIMIZERS, Stepper, takes_head
 from trysquare.naming import shown
 from trysquare.nn.losses import Loss, make_loss, margin_for_radius
 from trysquare.verify.certification import evaluating
@@ -84,11 +83,6 @@ def check_loss(recipe: Recipe, loss: Loss, model: Classifier, classes: int) -> N
             f"loss {recipe.loss.name!r} with {options} is {value} where all logits are 0: take numbers that are less "
             "extreme"
         )
-
-
-def takes_head(loss: Loss) -> bool:
-    """Whether the loss wants the weight of the last layer."""
-    return "head" in inspect.signature(loss.forward).parameters
 
 
 def training_batches(recipe: Recipe, images: Images, world: World) -> Loader:

@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluations, checkpoints, and what happens when something goes wrong."""
+"""The training loop: steps, evaluations, checkpoints, progress on the screen, and stopping."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from trysquare.lab.training.build import Parts, build_parts, radius_schedule
-from trysquare.lab.training.display import Display
 from trysquare.lab.training.distribution import joined
-from trysquare.lab.training.evaluation import Evaluation, evaluate, radius_key
 from trysquare.lab.training.recipe import Recipe
 from trysquare.lab.training.run import Run, load_run, starting
-from trysquare.lab.training.step import Gradients
+from trysquare.lab.training.step import Gradients, takes_head
 from trysquare.naming import shown
 from trysquare.nn.parametrizations.upkeep import continue_from, steps_taken
+from trysquare.verify.certification import certified_radius, evaluating
+from trysquare.verify.lipschitz import analyse
 
 # Of a recipe, when a run is resumed.
 _MAY_CHANGE = (
@@ -303,3 +303,116 @@ def _stop_requests() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured; certified accuracy by radius."""
+
+    loss: float
+    accuracy: float
+    certified: dict[str, float]
+
+
+def radius_key(epsilon: float) -> str:
+    """A radius as the key of a JSON object.
+
+    >>> from trysquare.lab.training.loop import radius_key
+    >>> radius_key(36 / 255), radius_key(1.0)
+    ('0.141176', '1')
+    """
+    return f"{epsilon:.6g}"
+
+
+@torch.no_grad()
+def evaluate(parts: Parts) -> Evaluation:
+    """Evaluate the weights as they are now, on the shares of all processes.
+
+    Certified accuracies use the Lipschitz bound of these weights. They leave out what ``ts.certify`` does on top: it
+    takes off the error of evaluation, which is about 1e-6.
+    """
+    model, epsilons = parts.model, parts.recipe.evaluate.epsilons
+    counts = torch.zeros(3 + len(epsilons), dtype=torch.float64)
+    with evaluating(model):
+        found = analyse(model, parts.input_shape, compare=False)
+        options = {"head": model.head.weight} if takes_head(parts.loss) else {}
+        for images, labels in parts.test.epoch(0):
+            if len(labels):
+                logits = model(images)
+                loss = float(parts.loss(logits, labels, **options)) * len(labels)
+                radii = certified_radius(logits, labels, found.features_bound, found.head_weight)
+                right = int((logits.argmax(1) == labels).sum())
+                counts += torch.tensor([loss, right, len(labels), *(int((radii > e).sum()) for e in epsilons)])
+    loss, right, count, *certified = parts.world.total(counts.to(parts.world.device)).tolist()
+    return Evaluation(
+        loss / count,
+        right / count,
+        {radius_key(epsilon): number / count for epsilon, number in zip(epsilons, certified, strict=True)},
+    )
+
+
+# Seconds between two changes of the line on a terminal, and between two lines elsewhere.
+_REDRAW, _PLAIN = 0.2, 30.0
+
+
+class Display:
+    """Progress of a run.
+
+    Args:
+        epochs: of the whole run.
+        steps: of the whole run.
+        first: step at which it starts.
+        shown: radius, as a key, whose certified accuracy is shown.
+        stream: where to; nowhere if ``None``.
+    """
+
+    def __init__(self, epochs: int, steps: int, first: int, shown: str, stream: TextIO | None = sys.stderr) -> None:
+        self.epochs, self.steps, self.first, self.shown, self.stream = epochs, steps, first, shown, stream
+        self.terminal = stream is not None and stream.isatty()
+        self.began = self.last = time.monotonic()
+        self.evaluation: Evaluation | None = None
+
+    def due(self) -> bool:
+        """Whether it is time for another line."""
+        wait = _REDRAW if self.terminal else _PLAIN
+        return self.stream is not None and time.monotonic() - self.last >= wait
+
+    def show(self, epoch: int, step: int, loss: float, accuracy: float, speed: float) -> None:
+        """Show training after ``step`` steps."""
+        elapsed = time.monotonic() - self.began
+        left = elapsed / max(step - self.first, 1) * (self.steps - step)
+        parts = [f"epoch {epoch + 1}/{self.epochs}", f"loss {loss:.4f}", f"accuracy {accuracy:.1%}"]
+        if self.evaluation is not None:
+            parts += [f"test {self.evaluation.accuracy:.1%}"]
+            parts += [f"certified at {self.shown}: {self.evaluation.certified[self.shown]:.1%}"]
+        self._write("  ".join([*parts, f"{speed:,.0f} images/s", f"{_clock(left)} left"]), keep=not self.terminal)
+        self.last = time.monotonic()
+
+    def evaluated(self, epoch: int, evaluation: Evaluation) -> None:
+        """Show, and keep on the screen, what was measured after an epoch."""
+        self.evaluation = evaluation
+        certified = ", ".join(f"{radius}: {accuracy:.1%}" for radius, accuracy in evaluation.certified.items())
+        line = f"epoch {epoch + 1}/{self.epochs}  test loss {evaluation.loss:.4f}  accuracy {evaluation.accuracy:.1%}"
+        self._write(f"{line}  certified at {certified}", keep=True)
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self._write(text, keep=True)
+
+    def _write(self, text: str, keep: bool) -> None:
+        if self.stream is not None:
+            start = "\r\x1b[K" if self.terminal else ""
+            self.stream.write(f"{start}{text}" + "\n" * keep)
+            self.stream.flush()
+
+
+def _clock(seconds: float) -> str:
+    """``1:02:03``.
+
+    >>> from trysquare.lab.training.loop import _clock
+    >>> _clock(62.5), _clock(3723)
+    ('1:02', '1:02:03')
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from trysquare.files import read_file
 from trysquare.lab.data import DATASETS, augmentations
 from trysquare.lab.data.loader import MOST_WORKERS
 from trysquare.lab.models import MODELS
-from trysquare.lab.training.optimizers import OPTIMIZERS
-from trysquare.lab.training.values import convert
+from trysquare.lab.training.step import OPTIMIZERS
 from trysquare.naming import pick, require_known, shown
 from trysquare.nn.losses import LOSSES
 from trysquare.verify.certification import EPSILONS
@@ -371,3 +375,240 @@ def yaml() -> Any:
     except ImportError as error:
         raise ImportError("recipes need PyYAML: pip install 'trysquare[train]'") from error
     return module
+
+
+def _packaged() -> dict[str, Path]:
+    folder = Path(str(files("trysquare.lab"))) / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def recipes() -> dict[str, str]:
+    """Recipes of the package: name and summary.
+
+    >>> print(ts.training.recipes()["digits"])
+    the 8 x 8 digits of the package, on a processor in seconds
+    """
+    return {name: _read(path)["summary"] for name, path in _packaged().items()}
+
+
+def read_recipe(source: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """A recipe of the package by its name, or one from a YAML file.
+
+    Raises:
+        ValueError: if there is neither, the file is not YAML, or ``resolve`` refuses it.
+
+    >>> ts.training.read_recipe("digits", {"train.epochs": 3}).train.epochs
+    3
+    """
+    path = Path(source)
+    if str(source) not in _packaged() and not path.is_file():
+        require_known(str(source), _packaged(), "recipe (and there is no such file)")
+    path = _packaged().get(str(source), path)
+    content = _read(path)
+    try:
+        return resolve({"name": path.stem, **content}, overrides)
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    parser = yaml()
+    try:
+        text = read_file(path).decode("utf-8")
+        refuse_bombs(text)
+        repeated = _repeated_key(parser.compose(text, Loader=parser.SafeLoader))
+        content = parser.safe_load(text)
+    except (parser.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if repeated:
+        raise ValueError(f"{path}: {repeated}; leave one of them out")
+    return as_mapping(content, str(path))
+
+
+# Values that a recipe may stand for, written out.
+_MOST_VALUES = 10_000
+
+
+def refuse_bombs(text: str) -> None:
+    """Refuse YAML of aliases: a few lines of them can stand for more than any memory holds.
+
+    Raises:
+        ValueError: if it stands for very many values, or for itself.
+    """
+    parser = yaml()
+    sizes: dict[int, int] = {}
+
+    def size(node: Any) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = _MOST_VALUES + 1  # if it is met again inside of itself
+            parts = node.value if isinstance(node, parser.CollectionNode) else []
+            flat = [part for entry in parts for part in (entry if isinstance(entry, tuple) else (entry,))]
+            sizes[id(node)] = 1 + sum(map(size, flat))
+        return sizes[id(node)]
+
+    root = parser.compose(text, Loader=parser.SafeLoader)
+    if root is not None and size(root) > _MOST_VALUES:
+        raise ValueError(f"it stands for more than {_MOST_VALUES} values, by aliases: write out what is meant")
+
+
+def _repeated_key(node: Any, above: str = "") -> str:
+    """Where a mapping of nodes below this one has a key twice; YAML would take the last. Empty if none has."""
+    if not isinstance(node, yaml().MappingNode):
+        return ""
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        name, line = f"{above}{key.value}", key.start_mark.line + 1
+        if name in lines:
+            return f"the key {name} is there twice, in lines {lines[name]} and {line}"
+        lines[name] = line
+        if found := _repeated_key(value, f"{name}."):
+            return found
+    return ""
+
+
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Take overrides ``--section.key value`` out of the arguments of a command; values are read as YAML.
+
+    Where a recipe wants text, such as ``data.root``, numbers and dates are left as they were typed.
+
+    Returns:
+        The arguments that are left, and the values by dotted keys.
+
+    Raises:
+        ValueError: if a value is missing or not YAML.
+
+    >>> ts.training.split_overrides(["train", "--train.epochs", "20", "digits", "--model.widths=[16, 32]"])
+    (['train', 'digits'], {'train.epochs': 20, 'model.widths': [16, 32]})
+    """
+    left, overrides, waiting = [], {}, iter(arguments)
+    for argument in waiting:
+        key, equals, value = argument.partition("=")
+        if not key.startswith("--") or "." not in key:
+            left.append(argument)
+            continue
+        text = value if equals else next(waiting, None)
+        if text is None:
+            raise ValueError(f"{key} needs a value, such as {key} 20")
+        overrides[key.removeprefix("--")] = _value(key, text)
+    return left, overrides
+
+
+def _value(key: str, text: str) -> Any:
+    parser = yaml()
+    try:
+        refuse_bombs(text)
+        value = parser.safe_load(text)
+    except (parser.YAMLError, RecursionError) as error:
+        raise ValueError(f"{key}: {shown(text)} is not a value in YAML") from error
+    except ValueError as error:  # what Python adds for programmers, after a semicolon, is left out
+        raise ValueError(f"{key}={shown(text)} cannot be read: {str(error).split(';')[0]}") from error
+    typed = wants_text(key.removeprefix("--")) and value is not None and not isinstance(value, str)
+    return text if typed else value
+
+
+def convert(value: Any, hint: Any, key: str) -> Any:
+    """A value as the type that the hint asks for.
+
+    YAML reads ``1e-3`` and ``36/255`` as text; both are numbers where a number is wanted. A number is text where text
+    is wanted, such as a folder ``2024``.
+
+    Raises:
+        ValueError: if it is of another type; it names key, value and type.
+
+    >>> from trysquare.lab.training.recipe import convert
+    >>> convert(["36/255", 1], Sequence[float], "evaluate.epsilons")
+    (0.1411764705882353, 1.0)
+    >>> convert("many", int, "train.epochs")
+    Traceback (most recent call last):
+    ValueError: train.epochs='many' must be a whole number
+    """
+    try:
+        return _converted(value, hint)
+    except TypeError as error:
+        raise ValueError(f"{key}={shown(value)} must be {described(hint)}") from error
+
+
+def _converted(value: Any, hint: Any) -> Any:
+    """The value, or ``TypeError``."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        return _first_of(value, arguments)
+    if origin is tuple and Ellipsis not in arguments:
+        return tuple(map(_converted, _listed(value, len(arguments)), arguments))
+    if origin in (tuple, Sequence):
+        return tuple(_converted(item, arguments[0]) for item in _listed(value))
+    if origin is Mapping:
+        return _mapped(value)
+    if hint is float:
+        return _number(value)
+    if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise TypeError
+    return value
+
+
+def _first_of(value: Any, hints: Sequence[Any]) -> Any:
+    for hint in hints:
+        try:
+            return _converted(value, hint)
+        except TypeError:
+            continue
+    raise TypeError
+
+
+def _listed(value: Any, length: int | None = None) -> Sequence[Any]:
+    if not isinstance(value, list | tuple) or length not in (None, len(value)):
+        raise TypeError
+    return value
+
+
+def _mapped(value: Any) -> dict[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise TypeError
+    return {str(key): item for key, item in (value or {}).items()}
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError
+    try:
+        return quotient(value) if isinstance(value, str) else float(value)
+    except (ValueError, OverflowError, ZeroDivisionError) as error:
+        raise TypeError from error
+
+
+def quotient(text: str) -> float:
+    """A number, or a quotient of two such as ``36/255``; at once, however large it claims to be.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    above, slash, below = text.partition("/")
+    return float(above) / float(below) if slash else float(text)
+
+
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+
+
+def described(hint: Any) -> str:
+    """The hint in words.
+
+    >>> from trysquare.lab.training.recipe import described
+    >>> described(Sequence[int] | None)
+    'a list (each a whole number) or null'
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(words for words in map(described, arguments) if words)
+    if origin is tuple and Ellipsis not in arguments:
+        return f"a list of {len(arguments)} (each {described(arguments[0])})"
+    if origin in (tuple, Sequence):
+        return f"a list (each {described(arguments[0])})"
+    if origin is Mapping:
+        return "a mapping of names"
+    return _WORDS.get(hint, "")

@@ -39,8 +39,7 @@ from trysquare.lab.data import Loader
 from trysquare.lab.data.sets import Part
 from trysquare.lab.models import build
 from trysquare.lab.training.build import load_images
-from trysquare.lab.training.library import read_recipe
-from trysquare.lab.training.recipe import Recipe
+from trysquare.lab.training.recipe import Recipe, read_recipe
 from trysquare.naming import shown
 
 
