@@ -13,6 +13,12 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
+LARGEST_TEXT, LARGEST_MODEL = 256 * 2**20, 16 * 2**30
+"""Bytes that a file may have: of text (recipes, measurements, reports), and of the weights of a model.
+
+Files may be sparse: a terabyte of zeros takes no room on a disk, and all memory of whoever reads it.
+"""
+
 DIGEST = "model_sha256"
 """Name under which a file about a model holds the digest of the model's file."""
 
@@ -99,21 +105,37 @@ def open_file(path: str | os.PathLike[str]) -> BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
-def read_file(path: str | os.PathLike[str]) -> bytes:
+def read_file(path: str | os.PathLike[str], most: int = LARGEST_TEXT) -> bytes:
     """All bytes of a regular file.
 
     Raises:
-        ValueError: if it is something else than a file.
+        ValueError: if it is something else than a file, or has more than ``most`` bytes; it names the file.
         OSError: if there is none, or it cannot be read.
     """
     with open_file(path) as file:
-        return file.read()
+        size = os.fstat(file.fileno()).st_size
+        _require_size(path, size, most)
+        try:
+            return file.read(size)  # no more of a file that grows meanwhile
+        except MemoryError as error:
+            raise ValueError(f"{os.fspath(path)} has {size} bytes, more than there is memory for") from error
 
 
-def sha256(path: str | os.PathLike[str]) -> str:
-    """Digest of a file, in hexadecimal."""
+def sha256(path: str | os.PathLike[str], most: int = LARGEST_MODEL) -> str:
+    """Digest of a file, in hexadecimal.
+
+    Raises:
+        ValueError: if it is something else than a file, or has more than ``most`` bytes; it names the file.
+        OSError: if there is none, or it cannot be read.
+    """
     with open_file(path) as file:
+        _require_size(path, os.fstat(file.fileno()).st_size, most)
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _require_size(path: str | os.PathLike[str], size: int, most: int) -> None:
+    if size > most:
+        raise ValueError(f"{os.fspath(path)} has {size} bytes, and a file of its kind at most {most}")
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

@@ -12,17 +12,15 @@ import io
 import json
 import os
 import sys
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from trysquare.files import read_file, write_whole
-from trysquare.lab.pickles import refuse_bombs
+from trysquare.files import LARGEST_MODEL, read_file, write_whole
+from trysquare.lab.pickles import read_archive
 from trysquare.naming import shown
 
 REGISTRY = "trysquare.models:build"
@@ -136,7 +134,7 @@ def unpacked(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: if it is damaged, something else, or claims more memory than its length.
     """
-    content = read_file(path)
+    content = read_file(path, LARGEST_MODEL)
     if content.startswith(_SEAL):
         line, _, content = content.partition(b"\n")
         if line.removeprefix(_SEAL) != hashlib.sha256(content).hexdigest().encode():
@@ -144,42 +142,9 @@ def unpacked(path: Path) -> dict[str, Any]:
     elif not content.startswith(b"PK"):
         raise ValueError(f"{path} is not a checkpoint of a run, or damaged in its first line")
     try:
-        return dict(_loaded(content))
+        return dict(read_archive(content))
     except Exception as error:
         raise ValueError(f"{path} is not a checkpoint of a run: {_first_line(error)}") from error
-
-
-def _loaded(content: bytes) -> Any:
-    """What ``torch.save`` wrote, with tensors that hold as many numbers as they show.
-
-    Raises:
-        ValueError: if it claims more memory than its length. ``torch.save`` compresses nothing, so whatever is
-            compressed, overlaps or stands for much more than it is long was made to do so.
-    """
-    # Torch is given an archive that is written anew: what it reads is then what was looked at, even if the two readers
-    # of archives would not agree about which of two directories in a file is the one that counts.
-    plain = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as archive, zipfile.ZipFile(plain, "w") as copy:
-        members = archive.infolist()
-        compressed = [member.filename for member in members if member.compress_type != zipfile.ZIP_STORED]
-        if compressed:
-            raise ValueError(f"{shown(compressed[0])} in it is compressed, which torch.save never does")
-        claimed = sum(member.file_size for member in members)
-        if claimed > len(content) or len({member.filename for member in members}) < len(members):
-            raise ValueError(f"its parts claim {claimed} bytes, some of them twice, and it has {len(content)}")
-        for member in members:
-            part = archive.read(member)
-            if member.filename.endswith(".pkl"):
-                refuse_bombs(part)
-            copy.writestr(member.filename, part)
-    plain.seek(0)
-    found = torch.load(plain, map_location="cpu", weights_only=True)
-    for tensor in tree_leaves(found):
-        if isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
-            held = tensor.untyped_storage().nbytes()
-            if tensor.numel() * tensor.element_size() > held:
-                raise ValueError(f"a tensor of shape {tuple(tensor.shape)} repeats the {held} bytes that it has")
-    return found
 
 
 def load_model(source: str | os.PathLike[str], factory: Factory | None = None) -> nn.Module:
@@ -288,7 +253,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         ValueError: if it is something else, or damaged.
     """
     try:
-        content = read_file(path)
+        content = read_file(path, LARGEST_MODEL)
         found = _read_old(content) if content.startswith(b"PK") else _read_safetensors(content)
     except ImportError:
         raise
@@ -328,7 +293,7 @@ def _read_safetensors(content: bytes) -> dict[str, Any]:
 
 def _read_old(content: bytes) -> dict[str, Any]:
     """A file of ``torch.save``, as there were before safetensors."""
-    found = _loaded(content)
+    found = read_archive(content)
     if not isinstance(found, dict) or set(found) != _KEYS:
         raise ValueError(f"it must hold {sorted(_KEYS)}")
     weights = found["state_dict"].values() if isinstance(found["state_dict"], dict) else ()

@@ -13,6 +13,7 @@ from trysquare.files import open_file
 from trysquare.lab.data.files import find_folder, nestings, nothing_found, require_file
 from trysquare.lab.data.sets import ImageSet, require_labels
 from trysquare.lab.data.unpickle import read_pickled_dict
+from trysquare.naming import shown
 
 SHAPE = (3, 32, 32)
 _PIXELS = 3 * 32 * 32
@@ -93,7 +94,9 @@ class Cifar:
             found = f"shape {pixels.shape}" if isinstance(pixels, np.ndarray) else type(pixels).__name__
             raise ValueError(f"{path}: expected 'data' to be an array (n, {_PIXELS}), found {found}")
         if not isinstance(labels, list) or not all(isinstance(label, int) and abs(label) < 2**63 for label in labels):
-            raise ValueError(f"{path}: expected {self.key!r} to be a list of numbers; keys found: {', '.join(content)}")
+            raise ValueError(
+                f"{path}: expected {self.key!r} to be a list of numbers; keys found: {shown(list(content))}"
+            )
         if len(labels) != len(pixels):
             raise ValueError(f"{path}: expected {len(pixels)} labels, one an image, found {len(labels)}")
         return torch.from_numpy(pixels.copy()), torch.tensor(labels, dtype=torch.int64)
