@@ -43,10 +43,13 @@ def gram_norm_bound(matrix: Tensor, squarings: int = _SQUARINGS) -> Tensor:
         squarings: number ``t`` of squarings; the bound is at most ``min(n, m)^(1 / 2^(t + 2))`` times the norm.
 
     Returns:
-        ``(...)``, never below the norm by more than the rounding of the products; 0 for zeros.
+        ``(...)``, never below the norm by more than the rounding of the products; 0 for zeros, and for matrices without
+        rows or columns.
     """
     if squarings < 0:
         raise ValueError(f"steps={squarings} must be at least 0")
+    if 0 in matrix.shape[-2:]:
+        return matrix.abs().sum((-2, -1))
     with full_precision(matrix):
         wide = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mH
         scale = wide.detach().abs().amax((-2, -1))
@@ -55,13 +58,22 @@ def gram_norm_bound(matrix: Tensor, squarings: int = _SQUARINGS) -> Tensor:
         wide = wide / scale[..., None, None]
         # The norm of Frobenius has no second derivatives at zero, so that ones stand in for zeros.
         power, exponent = torch.where(zero[..., None, None], 1.0, torch.matmul(wide, wide.mH)), 0.5
-        # The norm is scale · ‖power‖^exponent: what is divided out is kept with its exponent.
+        # The norm is scale · factor · ‖power‖^exponent: what is divided out is kept with its exponent. The scale, of
+        # which a subnormal one has few digits, comes last.
+        factor: Tensor | float = 1.0
         for squaring in range(squarings):
             if squaring:  # entries of the first power are at most as large as the matrix is wide
                 size = _hermitian_bound(power.detach())
-                power, scale = power / size[..., None, None], scale * size**exponent
+                power, factor = power / size[..., None, None], factor * size**exponent
             power, exponent = torch.matmul(power, power), exponent / 2
-        return torch.where(zero, 0.0, scale * _hermitian_bound(power) ** exponent)
+        return torch.where(zero, 0.0, _product_above(scale, factor * _hermitian_bound(power) ** exponent))
+
+
+def _product_above(scale: Tensor, factor: Tensor) -> Tensor:
+    """Their product; if it is subnormal, where rounding may lose a hundredth of it and more, the next number."""
+    product = scale * factor
+    limits = torch.finfo(product.dtype)
+    return torch.where((product > 0) & (product < limits.tiny), product + limits.tiny * limits.eps, product)
 
 
 def _hermitian_bound(matrix: Tensor) -> Tensor:
@@ -106,7 +118,7 @@ def norm_bound(kernel: Tensor, steps: int = _SQUARINGS, *, dims: int | None = No
         blocks = response.movedim(tuple(range(-dims, 0)), tuple(range(dims)))  # (*frequencies, *batch, n, m)
         most = gram_norm_bound(blocks.flatten(0, dims - 1), steps).amax(0)
         missed = cos(pi / (2 * steps + 4)) ** sum(k > 1 for k in taps)  # π d / N is the same for all sizes
-        return largest * torch.minimum(most / missed, _row_sum_bound(scaled, dims))
+        return _product_above(largest, torch.minimum(most / missed, _row_sum_bound(scaled, dims)))
 
 
 def _row_sum_bound(kernel: Tensor, dims: int) -> Tensor:
