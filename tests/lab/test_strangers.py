@@ -177,3 +177,48 @@ def test_terminals_without_greek_letters():
 def test_models_without_end():
     with pytest.raises(ValueError, match="at most"):
         ts.models.build("liresnet-aoc", (3, 32, 32), 10, depth=10**7)
+
+
+ENDLESS = {
+    "depths": ("resnet34", {"depths": [2000] * 64}),
+    "many depths": ("resnet34", {"depths": [1000] * 3}),
+    "a depth of many stages": ("imagenet-robust", {"widths": [16] * 64, "depth": 2000}),
+    "stages that double": ("resnet34", {"depths": [1] * 60}),
+    "an image": ("tiny-digits", {"input_shape": (1, 10**9, 10**9)}),
+    "channels": ("tiny-digits", {"input_shape": (10**12, 8, 8)}),
+    "classes": ("tiny-digits", {"classes": 10**12}),
+    "many digits": ("tiny-digits", {"classes": 10**5000}),
+    "a long kernel": ("tiny-digits", {"kernel_size": 10**12}),
+}
+MALFORMED = {
+    "a list": ("tiny-digits", {"conv": ["aoc"]}),
+    "a dictionary": ("tiny-digits", {"head": {}}),
+    "a text": ("tiny-digits", {"widths": "16"}),
+    "texts": ("tiny-digits", {"widths": ["16"]}),
+    "lists": ("tiny-digits", {"widths": [[16]]}),
+    "nothing": ("tiny-digits", {"dense_width": None}),
+    "a truth": ("tiny-digits", {"dense_layers": True}),
+    "half a layer": ("tiny-digits", {"dense_layers": 0.5}),
+    "a word": ("liresnet-aoc", {"factor": "x"}),
+    "a shape that is a number": ("tiny-digits", {"input_shape": 8}),
+    "a shape of text": ("tiny-digits", {"input_shape": "1x8x8"}),
+    "a shape of truths": ("tiny-digits", {"input_shape": (True, 8, 8)}),
+    "classes by name": ("tiny-digits", {"classes": "ten"}),
+    "a long option": ("tiny-digits", {"a" * 100_000: 1}),
+}
+
+
+@pytest.mark.parametrize("name", [*ENDLESS, *MALFORMED])
+def test_arguments_of_models_are_refused_at_once(name):
+    model, options = {**ENDLESS, **MALFORMED}[name]
+    # Nothing is allocated on this device, so that nothing but a bound ends it.
+    with torch.device("meta"), pytest.raises(ValueError, match=r"must be|not enough memory|unknown option") as caught:
+        ts.models.build(model, **options)
+    assert len(str(caught.value)) < 600
+
+
+def test_the_messages_of_a_file_cannot_steer_a_terminal(capsys):
+    assert main(["audit", "no\x1b]0;title\x07\x9b31m\u202e:factory", "--input-shape", "3"]) == 1
+    assert capsys.readouterr().err.rstrip("\n").isprintable()
+    assert main(["certify", "run\x1b[2J"]) == 1
+    assert capsys.readouterr().err.rstrip("\n").isprintable()

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,9 +11,11 @@ import threading
 import zipfile
 
 import pytest
+import safetensors.torch
 import torch
 
 import trysquare as ts
+from trysquare.lab import checkpoint
 from trysquare.lab.checkpoint import packed, read_checkpoint, unpacked
 from trysquare.lab.cli import main
 
@@ -316,3 +319,42 @@ def test_a_line_that_is_no_measurement_is_named(run):
         file.write("dear diary\n")
     with pytest.raises(ValueError, match=r"metrics\.jsonl: line 3 is not JSON"):
         ts.training.load_run(run).metrics()
+
+
+def with_factory(path, factory):
+    """A whole file, of its digest, that names a factory which ``save_checkpoint`` would not write."""
+    tensors = {"weight": torch.zeros(2, 2)}
+    metadata = {"factory": factory, "arguments": '{"dict": {}}', "parameters": "4", "sha256": "0" * 64}
+    path.write_bytes(checkpoint._sealed(safetensors.torch.save(tensors, metadata)))
+
+
+@pytest.mark.parametrize(
+    "factory", ["a:b; rm -rf ~", "a:b\n", "$(touch ran):b", "a:\x1b[2J", "a:b --input-shape", "ab", "a:b:c", "", ":b"]
+)
+def test_a_factory_that_is_no_name_is_not_repeated(factory, tmp_path, capsys):
+    path = tmp_path / "model.safetensors"
+    with_factory(path, factory)
+    assert main(["audit", str(path), "--input-shape", "2"]) == 1
+    message = capsys.readouterr().err
+    assert "must be 'package.module:function'" in message
+    assert "--factory" not in message
+    assert message.rstrip("\n").isprintable()
+    with pytest.raises(ValueError, match=r"must be 'package\.module:function'"):
+        ts.save_checkpoint(path, torch.nn.Linear(2, 2), factory)
+
+
+def test_the_command_that_is_advised_can_be_pasted(tmp_path):
+    path = tmp_path / "two words; true" / "model.safetensors"
+    path.parent.mkdir()
+    with_factory(path, "torch.nn:Identity")
+    with pytest.raises(ValueError, match="is not run") as caught:
+        ts.load_model(path)
+    *_, command = str(caught.value).split(", or ")
+    assert shlex.split(command) == ["trysquare", "audit", str(path), "--factory", "torch.nn:Identity"]
+
+
+@pytest.mark.parametrize("name", [["a"], {"a": 1}, None, 3])
+def test_a_model_without_a_name_is_told(name, tmp_path):
+    saved(tmp_path / "model.safetensors", ts.models.build(**ARGUMENTS), {**ARGUMENTS, "name": name})
+    with pytest.raises(ValueError, match="must be the name of a model"):
+        ts.load_model(tmp_path)

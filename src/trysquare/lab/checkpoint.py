@@ -11,6 +11,8 @@ import importlib
 import io
 import json
 import os
+import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,6 +28,8 @@ from trysquare.naming import shown
 REGISTRY = "trysquare.models:build"
 """The factory that a file may name and have called: it makes the models of ``trysquare.models``."""
 
+# What a file may name: nothing that a shell or a terminal would take for more than a name.
+_FACTORY = re.compile(r"[\w.]+:[\w.]+")
 _KEYS = {"factory", "arguments", "state_dict"}
 _NO_DIGEST = "0" * 64
 _DIGEST_KEY = '"sha256":"'
@@ -53,9 +57,8 @@ def save_checkpoint(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    module, _, name = factory.partition(":") if isinstance(factory, str) else ("", "", "")
-    if not module or not name:
-        raise ValueError(f"factory={factory!r} must be 'package.module:function', what makes the model again")
+    if not isinstance(factory, str) or not _FACTORY.fullmatch(factory):
+        raise ValueError(f"factory={shown(factory)} must be 'package.module:function', what makes the model again")
     tensors = {}
     for key, value in model.state_dict().items():
         if not isinstance(value, Tensor):
@@ -171,9 +174,10 @@ def load_model(source: str | os.PathLike[str], factory: Factory | None = None) -
     content = read_checkpoint(path)
     if factory is None and content["factory"] != REGISTRY:
         named = content["factory"]
+        command = f"trysquare audit {shlex.quote(str(path))} --factory {shlex.quote(named)}"
         raise ValueError(
-            f"{path} is a model of {named!r}, and what a file names is not run. If you trust it, say so: "
-            f"ts.load_model({str(path)!r}, factory={named!r}), or trysquare audit {path} --factory {named}"
+            f"{path} is a model of {shown(named)}, and what a file names is not run. If you trust it, say so: "
+            f"ts.load_model({str(path)!r}, factory={named!r}), or {command}"
         )
     weights, arguments = content["state_dict"], content["arguments"]
     try:
@@ -185,7 +189,7 @@ def load_model(source: str | os.PathLike[str], factory: Factory | None = None) -
         require_fit(model.state_dict(), weights)
         model.load_state_dict(weights)
     except (_MisfitError, RuntimeError) as error:
-        described = f"{content['factory']} with {shown(arguments)}"
+        described = f"{shown(content['factory'])} with {shown(arguments)}"
         raise ValueError(f"{path} holds weights of another model than {described}: {error}") from error
     return model.eval()
 
@@ -267,6 +271,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             raise ValueError(
                 f"{path} holds {name}={shown(found[name])}, which must be a {kind.__name__}: see save_checkpoint"
             )
+    if not _FACTORY.fullmatch(found["factory"]):
+        raise ValueError(f"{path} holds factory={shown(found['factory'])}, which must be 'package.module:function'")
     return found
 
 
@@ -302,6 +308,8 @@ def _read_old(content: bytes) -> dict[str, Any]:
 
 def _built(arguments: Mapping[str, Any]) -> nn.Module:
     """A model of ``trysquare.models``; nothing else is imported or run for it."""
+    if not isinstance(arguments.get("name"), str) or not all(isinstance(key, str) for key in arguments):
+        raise ValueError(f"the arguments {shown(arguments)} must be the name of a model, and options by their names")
     return _called(importlib.import_module("trysquare.lab.models").build, REGISTRY, arguments)
 
 

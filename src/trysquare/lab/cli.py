@@ -96,9 +96,16 @@ _LONGEST_MESSAGE, _KEPT_OF_MESSAGE = 2000, 900
 
 
 def _brief(message: str) -> str:
-    """A message on one line, without the middle of what is too long to be read."""
-    words = (_cut(word, _LONGEST_WORD, _KEPT_OF_WORD) for word in message.split())
+    """A message on one line, without the middle of what is too long to be read.
+
+    Names in files of strangers are part of messages, so that what would steer a terminal is left out.
+    """
+    words = (_cut(_printable(word), _LONGEST_WORD, _KEPT_OF_WORD) for word in message.split())
     return _cut(" ".join(words), _LONGEST_MESSAGE, _KEPT_OF_MESSAGE)
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _cut(text: str, longest: int, kept: int) -> str:

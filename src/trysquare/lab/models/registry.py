@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import nn
 
 from trysquare.lab.models.classifier import HEADS, Classifier
 from trysquare.lab.models.parts import Body, Shape, choose
+from trysquare.naming import shown
 from trysquare.nn.geometry import positive
 from trysquare.nn.layers import InputScaling
 
@@ -45,16 +47,20 @@ class Builder:
         """Build the model; see ``build``."""
         chosen = {**self.options, **self._known(options)}
         for name, value in chosen.items():
-            _refuse_endless(name, value)
+            _require_kind(name, value, self.options[name])
+        _refuse_endless(chosen)
+        shape, classes = _checked(input_shape), positive("classes", classes)
+        if classes > _LARGEST:
+            raise ValueError(f"classes={shown(classes)} must be at most {_LARGEST}")
         scaling = _scaling(chosen.pop("mean"), chosen.pop("std"))
         make_head = choose("head", chosen.pop("head"), HEADS)
         try:
-            layers, features = self.body(_checked(input_shape), **chosen)
+            layers, features = self.body(shape, **chosen)
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, MemoryError) or "allocate" in str(error):
-                raise ValueError(f"this machine has not enough memory for a model with {options}") from error
+            if isinstance(error, MemoryError) or "allocate" in str(error) or "overflow" in str(error):
+                raise ValueError(f"this machine has not enough memory for a model with {shown(options)}") from error
             raise
-        return Classifier(nn.Sequential(*scaling, *layers), make_head(features, positive("classes", classes)))
+        return Classifier(nn.Sequential(*scaling, *layers), make_head(features, classes))
 
     def _known(self, options: dict[str, Any]) -> dict[str, Any]:
         for name in options:
@@ -65,8 +71,8 @@ class Builder:
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """What to say about a name that does not exist: which one it looks like."""
-    near = get_close_matches(name, list(known), n=1, cutoff=0.4)
-    return f"unknown {kind} {name!r}" + (f", did you mean {near[0]!r}?" if near else "")
+    near = get_close_matches(name[:_LONGEST_NAME], list(known), n=1, cutoff=0.4)
+    return f"unknown {kind} {shown(name)}" + (f", did you mean {near[0]!r}?" if near else "")
 
 
 def _scaling(mean: Scale | None, std: Scale | None) -> list[nn.Module]:
@@ -75,24 +81,59 @@ def _scaling(mean: Scale | None, std: Scale | None) -> list[nn.Module]:
     return [InputScaling(0.0 if mean is None else mean, 1.0 if std is None else std)]
 
 
-# Of a list of widths or depths, and of any number in it; of numbers of blocks.
+# Of a list of widths or depths, and of any number in it; of all blocks of a model; of the numbers of an image.
 _MOST_ENTRIES, _LARGEST = 64, 10**6
 _MOST_BLOCKS = 2000
+_LARGEST_INPUT = 2**31
+_LONGEST_NAME = 80
 
 
-def _refuse_endless(name: str, value: Any) -> None:
+def _require_kind(name: str, value: Any, default: Any) -> None:
+    """Refuse a value that is not of the kind of the default, which may be text, a number or a list of integers."""
+    if name in ("mean", "std"):  # of which the default is none, and the layer knows what it takes
+        return
+    if default is None or isinstance(default, str):
+        fits, wanted = value is None or isinstance(value, str), "a name"
+    elif isinstance(default, int):
+        fits, wanted = _is_integer(value), "an integer"
+    elif isinstance(default, float):
+        fits, wanted = isinstance(value, int | float), "a number"
+    elif isinstance(default, Sequence):
+        whole = isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is_integer, value))
+        fits, wanted = whole, "a list of integers"
+    else:
+        return
+    if not fits:
+        raise ValueError(f"{name}={shown(value)} must be {wanted}")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool)
+
+
+def _refuse_endless(options: Mapping[str, Any]) -> None:
     """Refuse numbers that no machine could make a model of."""
-    entries = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-    if len(entries) > _MOST_ENTRIES:
-        raise ValueError(f"{name} has {len(entries)} entries, and a model has at most {_MOST_ENTRIES} stages")
-    most = _MOST_BLOCKS if any(word in name for word in ("depth", "block", "layer")) else _LARGEST
-    for entry in entries:
-        if isinstance(entry, int) and entry > most:
-            raise ValueError(f"{name}={entry} must be at most {most}")
+    stages = 1
+    for name, value in options.items():
+        entries = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+        if len(entries) > _MOST_ENTRIES:
+            raise ValueError(f"{name} has {len(entries)} entries, and a model has at most {_MOST_ENTRIES} stages")
+        for entry in entries:
+            if isinstance(entry, int) and entry > _LARGEST:
+                raise ValueError(f"{name}={shown(entry)} must be at most {_LARGEST}")
+        stages = max(stages, len(entries) if name == "widths" else 1)
+    for name in options:
+        if any(word in name for word in ("depth", "block", "layer")):
+            # One number is that of each stage.
+            blocks = sum(options[name]) if isinstance(options[name], Sequence) else stages * options[name]
+            if blocks > _MOST_BLOCKS:
+                raise ValueError(f"{name}={shown(options[name])} must be at most {_MOST_BLOCKS} blocks in all stages")
 
 
 def _checked(input_shape: Sequence[int]) -> Shape:
-    shape = tuple(input_shape)
-    if len(shape) != 3 or not all(isinstance(size, int) and size > 0 for size in shape):
-        raise ValueError(f"input_shape={input_shape!r} must be channels, height and width, all positive")
+    shape = tuple(input_shape) if isinstance(input_shape, Sequence) else ()
+    if len(shape) != 3 or not all(_is_integer(size) and size > 0 for size in shape):
+        raise ValueError(f"input_shape={shown(input_shape)} must be channels, height and width, all positive")
+    if math.prod(shape) > _LARGEST_INPUT:
+        raise ValueError(f"input_shape={shown(input_shape)} must be at most {_LARGEST_INPUT} numbers")
     return shape
