@@ -286,3 +286,22 @@ def test_sparse_files_are_not_read(name, tmp_path):
     for read in (readers[name], sha256):
         with pytest.raises(ValueError, match=rf"{name} has {2**40} bytes"):
             read(path)
+
+
+@pytest.mark.parametrize("content", [torch.zeros(10**6, 2), [("a", 1)], "ab", 3, ()])
+def test_a_checkpoint_is_a_dictionary(content, tmp_path):
+    """The rows of a tensor would be pairs too."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    (tmp_path / "checkpoint.pt").write_bytes(buffer.getvalue())
+    with pytest.raises(ValueError, match="it holds a"):
+        unpacked(tmp_path / "checkpoint.pt")
+
+
+@pytest.mark.parametrize("function", [b"numpy\ndtype", b"torch\nSize"])
+def test_calls_with_many_values_are_few(function):
+    names = [tuple(function.decode().split("\n"))]
+    program = b"(" + b"N" * 50_000 + b"tq\x000](" + (b"c" + function + b"\nh\x00\x85R") * 1000 + b"e."
+    with pytest.raises(pickle.UnpicklingError, match="by naming some again"):
+        refuse_bombs(program, names)
+    refuse_bombs(program[:50_005] + b"](c" + function + b"\nh\x00\x85Re.", names)

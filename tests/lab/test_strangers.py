@@ -61,6 +61,12 @@ ARGUMENTS = {
     "a long recipe": ["train", LONG],
     "a long folder": ["train", "--out", LONG],
     "a long command": [LONG],
+    "a mean of text": ("tiny-digits", {"mean": ["a"]}),
+    "a mean by name": ("tiny-digits", {"mean": {"a": 1}}),
+    "a long name": ("tiny-digits", {"conv": "a" * 100_000}),
+    "a long mode": ("tiny-digits", {"padding_mode": "a" * 100_000}),
+    "less than no layers": ("tiny-digits", {"dense_layers": -3}),
+    "less than no blocks": ("resnet34", {"depths": [3, -3]}),
     "a long option": ["certify", "run", f"--{LONG}"],
     "a long radius": ["certify", "run", "--epsilons", LONG],
 }
@@ -204,6 +210,12 @@ MALFORMED = {
     "a shape of text": ("tiny-digits", {"input_shape": "1x8x8"}),
     "a shape of truths": ("tiny-digits", {"input_shape": (True, 8, 8)}),
     "classes by name": ("tiny-digits", {"classes": "ten"}),
+    "a mean of text": ("tiny-digits", {"mean": ["a"]}),
+    "a mean by name": ("tiny-digits", {"mean": {"a": 1}}),
+    "a long name": ("tiny-digits", {"conv": "a" * 100_000}),
+    "a long mode": ("tiny-digits", {"padding_mode": "a" * 100_000}),
+    "less than no layers": ("tiny-digits", {"dense_layers": -3}),
+    "less than no blocks": ("resnet34", {"depths": [3, -3]}),
     "a long option": ("tiny-digits", {"a" * 100_000: 1}),
 }
 
@@ -222,3 +234,8 @@ def test_the_messages_of_a_file_cannot_steer_a_terminal(capsys):
     assert capsys.readouterr().err.rstrip("\n").isprintable()
     assert main(["certify", "run\x1b[2J"]) == 1
     assert capsys.readouterr().err.rstrip("\n").isprintable()
+
+
+@pytest.mark.parametrize("mean", [0.5, 1, [0.5], (0.5,), torch.tensor([0.5]), torch.tensor([0.5]).numpy()])
+def test_means_of_every_kind_are_taken(mean):
+    ts.models.build("tiny-digits", (1, 8, 8), mean=mean)

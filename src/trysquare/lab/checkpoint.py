@@ -145,9 +145,12 @@ def unpacked(path: Path) -> dict[str, Any]:
     elif not content.startswith(b"PK"):
         raise ValueError(f"{path} is not a checkpoint of a run, or damaged in its first line")
     try:
-        return dict(read_archive(content))
+        found = read_archive(content)
     except Exception as error:
         raise ValueError(f"{path} is not a checkpoint of a run: {_first_line(error)}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not a checkpoint of a run: it holds a {type(found).__name__}")
+    return found
 
 
 def load_model(source: str | os.PathLike[str], factory: Factory | None = None) -> nn.Module:

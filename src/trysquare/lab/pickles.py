@@ -151,7 +151,7 @@ def refuse_bombs(program: bytes, names: Collection[tuple[str, str]] = ()) -> Non
     most = _REPETITION * len(program) + _SMALL
     stack: list[_Value | None] = []  # None is a mark
     memo: dict[int, _Value] = {}
-    copied = 0  # letters and bytes that calls have been given, of which each may make a copy
+    copied = 0  # values, letters and bytes that calls have been given, of which each may make a copy
     for count, (operation, argument, _) in enumerate(pickletools.genops(program)):
         name = operation.name
         if count > _MOST_OPERATIONS:
@@ -184,7 +184,7 @@ def refuse_bombs(program: bytes, names: Collection[tuple[str, str]] = ()) -> Non
                 _require_keys(taken[::2])
             value.take(taken)
             if name in ("REDUCE", "BUILD", "BINPERSID"):
-                copied += sum(part.length for part in taken)
+                copied += sum(part.size + part.length for part in taken)
             if max(value.size, copied) > most:
                 raise pickle.UnpicklingError(
                     f"it stands for more than {most} values, by naming some again, in {len(program)} bytes"

@@ -154,3 +154,18 @@ def test_annotations_are_utf8_in_every_locale(tmp_path):
 def test_threads_are_bounded():
     with pytest.raises(ValueError, match="workers from 0 to 256"):
         Loader(load("digits"), 8, workers=10**9)
+
+
+@pytest.mark.parametrize("kind", ["webp", "png", "bmp", "ppm", "jpeg"])
+def test_sparse_images_are_not_read(tmp_path, kind):
+    """WebP is read whole by Pillow, and so is any chunk of a PNG."""
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        path = tmp_path / split / "a" / f"x.{kind}"
+        Image.new("RGB", (8, 8)).save(path)
+        with path.open("r+b") as file:
+            file.truncate(2**40)
+    images = load("imagenet", tmp_path, size=14)
+    for use in (lambda: images[0], lambda: check("imagenet", tmp_path)):
+        with pytest.raises(ValueError, match=rf"x\.{kind}: .*it has {2**40} bytes"):
+            use()

@@ -245,16 +245,19 @@ def _open(file: str, decode: bool) -> Image.Image:
     """The image as RGB, or only its header."""
     pillow: Any = _pillow()
     try:
-        with open_file(file) as content, pillow.open(content, formats=_FORMATS) as image:
-            _refuse_claims(file, *image.size)
-            return image.convert("RGB") if decode else image
+        with open_file(file) as content:
+            size = os.fstat(content.fileno()).st_size
+            if size > _LARGEST_FILE:  # before Pillow, which reads files of some formats whole
+                raise ValueError(f"it has {size} bytes, and an image at most {_LARGEST_FILE}")
+            with pillow.open(content, formats=_FORMATS) as image:
+                _refuse_claims(size, *image.size)
+                return image.convert("RGB") if decode else image
     except Exception as error:  # a damaged image fails in every way that there is
         raise ValueError(f"{file}: expected an image, found a file that Pillow cannot read ({error})") from error
 
 
-def _refuse_claims(file: str, width: int, height: int) -> None:
-    """Refuse an image whose header claims more pixels than its file can hold, however well they are compressed."""
-    size = os.path.getsize(file)
+def _refuse_claims(size: int, width: int, height: int) -> None:
+    """Refuse an image whose header claims more pixels than a file of that size holds, however well compressed."""
     if 3 * width * height > _BEST_COMPRESSION * size + _SMALL_IMAGE:
         raise ValueError(f"it claims {width} x {height} pixels, which its {size} bytes cannot hold")
     if max(width, height) > _LONGEST * min(width, height):
@@ -264,6 +267,8 @@ def _refuse_claims(file: str, width: int, height: int) -> None:
 # No format of images compresses by more: deflate by 1032. Images below so many bytes are harmless.
 _BEST_COMPRESSION = 2000
 _SMALL_IMAGE = 1 << 20
+# Of a file: as many bytes as 80 million pixels have. A sparse one may have any number.
+_LARGEST_FILE = 256 * 2**20
 # A side this many times the other would be resized to something enormous.
 _LONGEST = 100
 

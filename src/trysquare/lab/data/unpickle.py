@@ -25,7 +25,9 @@ class _Dtype:
     """Stand-in of ``numpy.dtype``: its code, such as ``u1``."""
 
     def __init__(self, code: str | bytes, *_: object) -> None:
-        self.code = code.decode("ascii") if isinstance(code, bytes) else str(code)
+        if not isinstance(code, str | bytes):
+            raise pickle.UnpicklingError(f"expected the code of a type of numbers, found {shown(code)}")
+        self.code = code.decode("ascii") if isinstance(code, bytes) else code
 
     def __setstate__(self, state: object) -> None:
         """Byte order and alignment: nothing to say for the single bytes that are accepted."""

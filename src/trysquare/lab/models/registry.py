@@ -90,10 +90,12 @@ _LONGEST_NAME = 80
 
 def _require_kind(name: str, value: Any, default: Any) -> None:
     """Refuse a value that is not of the kind of the default, which may be text, a number or a list of integers."""
-    if name in ("mean", "std"):  # of which the default is none, and the layer knows what it takes
-        return
-    if default is None or isinstance(default, str):
-        fits, wanted = value is None or isinstance(value, str), "a name"
+    if name in ("mean", "std"):
+        numbers = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+        plain = all(isinstance(part, int | float) for part in numbers)
+        fits, wanted = value is None or plain or hasattr(value, "__array__"), "a number, or several"
+    elif default is None or isinstance(default, str):
+        fits, wanted = value is None or (isinstance(value, str) and len(value) <= _LONGEST_NAME), "a name"
     elif isinstance(default, int):
         fits, wanted = _is_integer(value), "an integer"
     elif isinstance(default, float):
@@ -125,9 +127,9 @@ def _refuse_endless(options: Mapping[str, Any]) -> None:
     for name in options:
         if any(word in name for word in ("depth", "block", "layer")):
             # One number is that of each stage.
-            blocks = sum(options[name]) if isinstance(options[name], Sequence) else stages * options[name]
-            if blocks > _MOST_BLOCKS:
-                raise ValueError(f"{name}={shown(options[name])} must be at most {_MOST_BLOCKS} blocks in all stages")
+            blocks = options[name] if isinstance(options[name], Sequence) else [options[name]] * stages
+            if sum(blocks) > _MOST_BLOCKS or any(number < 0 for number in blocks):
+                raise ValueError(f"{name}={shown(options[name])} must be 0 to {_MOST_BLOCKS} blocks in all stages")
 
 
 def _checked(input_shape: Sequence[int]) -> Shape:
