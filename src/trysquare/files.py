@@ -13,8 +13,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
-LARGEST_TEXT, LARGEST_MODEL = 256 * 2**20, 16 * 2**30
-"""Bytes that a file may have: of text (recipes, measurements, reports), and of the weights of a model.
+LARGEST_RECIPE, LARGEST_TEXT, LARGEST_MODEL = 2**20, 256 * 2**20, 16 * 2**30
+"""Most bytes of a recipe, of other text (measurements, reports), and of the weights of a model.
 
 Files may be sparse: a terabyte of zeros takes no room on a disk, and all memory of whoever reads it.
 """

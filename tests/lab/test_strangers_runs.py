@@ -18,6 +18,7 @@ import trysquare as ts
 from trysquare.lab import checkpoint
 from trysquare.lab.checkpoint import packed, read_checkpoint, unpacked
 from trysquare.lab.cli import main
+from trysquare.lab.report import write_report
 
 ARGUMENTS = {"name": "tiny-digits", "input_shape": (1, 8, 8), "classes": 10}
 
@@ -358,3 +359,18 @@ def test_a_model_without_a_name_is_told(name, tmp_path):
     saved(tmp_path / "model.safetensors", ts.models.build(**ARGUMENTS), {**ARGUMENTS, "name": name})
     with pytest.raises(ValueError, match="must be the name of a model"):
         ts.load_model(tmp_path)
+
+
+def test_recipes_are_small(run):
+    with (run / "recipe.yaml").open("ab") as file:
+        file.write(b"#" * 2**20)
+    for read in (ts.training.load_run, ts.training.resume, write_report):
+        with pytest.raises(ValueError, match=r"recipe.yaml has \d+ bytes, and a file of its kind at most 1048576"):
+            read(run)
+
+
+def test_torch_and_safetensors_read_files_of_a_run_as_the_page_says(run):
+    with (run / "checkpoint.pt").open("rb") as file:
+        file.readline()
+        state = torch.load(io.BytesIO(file.read()), weights_only=True)
+    assert state["model"].keys() == safetensors.torch.load_file(run / "model.safetensors").keys()

@@ -1,6 +1,7 @@
 """Every model, small: certified, trainable, saved and exported."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -216,6 +217,13 @@ def test_deep_copies_are_independent():
         ({"name": "tiny-digits", "input_shape": (8, 8)}, "must be channels, height and width"),
         ({"name": "tiny-digits", "input_shape": (1, 8, 0)}, "must be channels, height and width"),
         ({"name": "tiny-digits", "classes": 0}, "classes=0 must be at least 1"),
+        ({"name": ["a"]}, r"name=\['a'\] must be the name of a model: one of cifar10-accurate, "),
+        ({"name": None}, "name=None must be the name of a model"),
+        ({"name": "liresnet-aoc", "factor": math.nan}, "factor=nan must be a finite number"),
+        ({"name": "liresnet-aoc", "factor": -math.inf}, "factor=-inf must be a finite number"),
+        ({"name": "liresnet-aoc", "factor": -(10**400)}, "factor=.* must be a finite number"),
+        ({"name": "tiny-digits", "std": math.inf}, "std=inf must be "),
+        ({"name": "tiny-digits", "mean": math.nan}, "mean=nan must be a finite number"),
     ],
 )
 def test_refuses(arguments, message):

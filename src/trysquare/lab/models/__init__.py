@@ -16,6 +16,7 @@ from trysquare.lab.models.liresnet import liresnet_aoc
 from trysquare.lab.models.registry import Builder, unknown
 from trysquare.lab.models.resnet import resnet34
 from trysquare.lab.models.tiny import tiny
+from trysquare.naming import shown
 
 __all__ = ["MODELS", "Builder", "Classifier", "build", "count_parameters"]
 
@@ -67,6 +68,8 @@ def build(name: str, input_shape: Sequence[int] = (3, 32, 32), classes: int = 10
     >>> round(ts.lipschitz_bound(model, (1, 8, 8)), 4)
     2.0
     """
+    if not isinstance(name, str):
+        raise ValueError(f"name={shown(name)} must be the name of a model: one of {', '.join(MODELS)}")
     if name not in MODELS:
         raise ValueError(f"{unknown('model', name, MODELS)}; there are {', '.join(MODELS)}")
     return MODELS[name](input_shape, classes, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, SupportsIndex
@@ -99,7 +100,7 @@ def _require_kind(name: str, value: Any, default: Any) -> None:
     elif isinstance(default, int):
         fits, wanted = _is_integer(value), "an integer"
     elif isinstance(default, float):
-        fits, wanted = isinstance(value, int | float), "a number"
+        fits, wanted = isinstance(value, int | float) and abs(value) <= sys.float_info.max, "a finite number"
     elif isinstance(default, Sequence):
         whole = isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is_integer, value))
         fits, wanted = whole, "a list of integers"

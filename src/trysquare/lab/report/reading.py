@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trysquare.files import DIGEST, read_file, sha256
+from trysquare.files import DIGEST, LARGEST_RECIPE, LARGEST_TEXT, read_file, sha256
 from trysquare.lab.checkpoint import MODEL_FILES, read_checkpoint
 from trysquare.lab.training.recipe import refuse_bombs
 from trysquare.verify.attacks import AttackReport
@@ -122,7 +122,7 @@ def read_recipe(path: Path) -> tuple[str, Mapping[str, Any]]:
         except yaml.YAMLError as error:
             raise ValueError(error) from error
 
-    return _read(path / "recipe.yaml", "a recipe: YAML with named sections", parsed)
+    return _read(path / "recipe.yaml", "a recipe: YAML with named sections", parsed, most=LARGEST_RECIPE)
 
 
 def _outdated(path: Path) -> tuple[str, ...]:
@@ -137,9 +137,11 @@ def _optional(path: Path, expected: str, parse: Callable[[str], T]) -> T | None:
     return _read(path, expected, parse) if path.exists() else None
 
 
-def _read(path: Path, expected: str, parse: Callable[[str], T], maker: str = "trysquare train") -> T:
+def _read(
+    path: Path, expected: str, parse: Callable[[str], T], maker: str = "trysquare train", most: int = LARGEST_TEXT
+) -> T:
     try:
-        return parse(read_file(_present(path, maker)).decode("utf-8"))
+        return parse(read_file(_present(path, maker), most).decode("utf-8"))
     except _MissingError:
         raise
     except _DAMAGE as error:

@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from trysquare.files import read_file
+from trysquare.files import LARGEST_RECIPE, read_file
 from trysquare.lab.data import DATASETS, augmentations
 from trysquare.lab.data.loader import MOST_WORKERS
 from trysquare.lab.models import MODELS
@@ -414,7 +414,7 @@ def read_recipe(source: str | os.PathLike[str], overrides: Mapping[str, Any] | N
 def _read(path: Path) -> dict[str, Any]:
     parser = yaml()
     try:
-        text = read_file(path).decode("utf-8")
+        text = read_file(path, LARGEST_RECIPE).decode("utf-8")
         refuse_bombs(text)
         repeated = _repeated_key(parser.compose(text, Loader=parser.SafeLoader))
         content = parser.safe_load(text)
