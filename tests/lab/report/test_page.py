@@ -15,7 +15,7 @@ from trysquare.lab.cli import main
 from trysquare.lab.data import ImageSet, load
 from trysquare.lab.report import write_report
 from trysquare.lab.report.page import _CONTENTS, data_uri, page, png, reason_not_to_show, recipe_images
-from trysquare.lab.report.reading import Record, read_run
+from trysquare.lab.report.reading import Record, read_results
 from trysquare.verify.attacks import AttackReport, Violation
 
 HOSTILE = "</title></style><script>alert(1)</script>\"'<img src=x onerror=y>\x00\udc80"
@@ -23,7 +23,7 @@ HOSTILE = "</title></style><script>alert(1)</script>\"'<img src=x onerror=y>\x00
 
 @pytest.fixture(scope="module")
 def whole(made_once):
-    return read_run(made_once)
+    return read_results(made_once)
 
 
 def document(run, images=None):
@@ -234,7 +234,7 @@ def test_white_is_white():
 
 
 def test_images_must_be_those_of_the_certificate(made_once):
-    certificate = read_run(made_once).certificate
+    certificate = read_results(made_once).certificate
     test = load("digits", split="test")
     assert reason_not_to_show(test, certificate) is None
     assert "labels differ from image" in reason_not_to_show(load("digits", split="train"), certificate)

@@ -2,13 +2,13 @@ import json
 
 import pytest
 
-from trysquare.lab.report.reading import read_recipe, read_run
+from trysquare.lab.report.reading import read_recipe, read_results
 
 DEEP = "[" * 100_000
 
 
 def test_a_run_is_read(run):
-    found = read_run(run)
+    found = read_results(run)
     assert found.parameters > 1000
     assert found.setting("data", "name") == "digits"
     assert found.setting("data", "nothing") is None
@@ -26,13 +26,13 @@ def test_a_missing_file_is_named_with_what_writes_it(run, name):
     (run / name).unlink()
     writer = "certify" if name == "certificate.json" else "train"
     with pytest.raises(ValueError, match=rf"{name}: expected this file, found none; trysquare {writer}"):
-        read_run(run)
+        read_results(run)
 
 
 def test_what_may_be_absent(run):
     for name in ("attack.json", "audit.json"):
         (run / name).unlink()
-    found = read_run(run)
+    found = read_results(run)
     assert found.attack is None
     assert found.audit is None
 
@@ -88,7 +88,7 @@ def replaced(name, content):
 def test_a_damaged_file_is_named_with_what_was_expected(run, damage, message):
     damage(run)
     with pytest.raises(ValueError, match=message):
-        read_run(run)
+        read_results(run)
 
 
 def test_one_flipped_bit_of_the_model_is_named(run):
@@ -97,23 +97,23 @@ def test_one_flipped_bit_of_the_model_is_named(run):
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"model.safetensors: expected a checkpoint of a model"):
-        read_run(run)
+        read_results(run)
 
 
 def test_there_must_be_a_directory(tmp_path):
     with pytest.raises(ValueError, match="nowhere: expected the directory of a run"):
-        read_run(tmp_path / "nowhere")
+        read_results(tmp_path / "nowhere")
 
 
 def test_without_pyyaml_it_says_what_to_install(run, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "yaml", None)
-    with pytest.raises(ValueError, match=r"trysquare\[train\]"):
+    with pytest.raises(ImportError, match=r"trysquare\[train\]"):
         read_recipe(run)
 
 
 def metrics(run, *lines, end="\n"):
     (run / "metrics.jsonl").write_text("\n".join(json.dumps({"kind": "train", **line}) for line in lines) + end)
-    return read_run(run).metrics
+    return read_results(run).metrics
 
 
 def test_steps_that_were_done_again_after_a_restart_count_once(run):

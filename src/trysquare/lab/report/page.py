@@ -22,7 +22,7 @@ from trysquare.lab.data import DATASETS, Images, load
 from trysquare.lab.report.charts import certified_series, class_chart, curve_chart, line_chart, series, spectra_chart
 from trysquare.lab.report.formats import bound, count, duration, epsilon, number, percent, radius, scientific
 from trysquare.lab.report.markup import Markup, absent, join, legend, section, table, tag
-from trysquare.lab.report.reading import COMMANDS, Run, read_recipe, read_run
+from trysquare.lab.report.reading import COMMANDS, Results, read_recipe, read_results
 from trysquare.verify.attacks import CertificateError
 from trysquare.verify.auditing import AuditReport
 from trysquare.verify.certification import Certificate
@@ -61,13 +61,13 @@ def write_report(
         OSError: if it cannot be written.
         ValueError: if a file of the run is missing or damaged; it names the file and what was expected.
     """
-    content = page(read_run(Path(run)), images, why_no_images)
+    content = page(read_results(Path(run)), images, why_no_images)
     target = inside(Path(run), "report.html")
     write_whole(target, content)
     return target
 
 
-def page(run: Run, images: Images | None, why_no_images: str) -> Markup:
+def page(run: Results, images: Images | None, why_no_images: str) -> Markup:
     """The whole page."""
     title = f"{run.path.resolve().name}: robustness report"
     head = tag(
@@ -102,7 +102,7 @@ def _class_names(images: Images | None) -> Callable[[int], str]:
     return name
 
 
-def _header(run: Run) -> Markup:
+def _header(run: Results) -> Markup:
     links = [tag("a", name, href=f"#{key}") for key, name in _CONTENTS.items()]
     model, data = run.setting("model", "name"), run.setting("data", "name")
     about = " on ".join(str(name) for name in (model, data) if name)
@@ -124,7 +124,7 @@ def _style() -> Markup:
     return Markup(resources.files("trysquare.lab.report").joinpath("style.css").read_text(encoding="utf-8"))
 
 
-def warnings(run: Run) -> list[Markup]:
+def warnings(run: Results) -> list[Markup]:
     """What speaks against the certificate, at the top of the page."""
     found: list[tuple[object, ...]] = [
         (
@@ -144,7 +144,7 @@ def warnings(run: Run) -> list[Markup]:
     return [tag("p", parts, class_="alert", role="alert") for parts in found]
 
 
-def _disproof(run: Run) -> CertificateError | None:
+def _disproof(run: Results) -> CertificateError | None:
     """What the attack has shown to be wrong."""
     try:
         if run.attack is not None:
@@ -154,7 +154,7 @@ def _disproof(run: Run) -> CertificateError | None:
     return None
 
 
-def _same_certificate(run: Run) -> bool:
+def _same_certificate(run: Results) -> bool:
     """Whether the attack was made for the certificate; not known, so granted, if it was on fewer samples."""
     attack, certificate = run.attack, run.certificate
     if attack is None or attack.samples != len(certificate.radii):
@@ -163,7 +163,7 @@ def _same_certificate(run: Run) -> bool:
     return all(abs(certificate.certified_accuracy(e) - share) < 1e-9 for e, share in pairs)
 
 
-def headline(run: Run) -> Markup:
+def headline(run: Results) -> Markup:
     """The result in a sentence."""
     certificate = run.certificate
     first = min(certificate.epsilons)
@@ -181,7 +181,7 @@ def headline(run: Run) -> Markup:
     )
 
 
-def key_numbers(run: Run) -> Markup:
+def key_numbers(run: Results) -> Markup:
     """Clean, certified and attacked accuracy as tiles."""
     certificate = run.certificate
     attacked = {} if run.attack is None else dict(zip(run.attack.epsilons, run.attack.attacked, strict=True))
@@ -202,7 +202,7 @@ def _tile(name: str, share: float, note: str, mark: float | None) -> Markup:
     return tag("li", parts, meter, tag("span", note, class_="under"), class_=class_)
 
 
-def facts(run: Run) -> Markup:
+def facts(run: Results) -> Markup:
     """The other numbers."""
     certificate = run.certificate
     kind = "of the features" if certificate.pairwise else "of all logits"
@@ -219,7 +219,7 @@ def facts(run: Run) -> Markup:
     return tag("dl", pairs, class_="facts")
 
 
-def _training(run: Run) -> list[tuple[str, str, str]]:
+def _training(run: Results) -> list[tuple[str, str, str]]:
     """How long it took, if that was recorded."""
     if not run.metrics or "seconds" not in run.metrics[-1].values:
         return []
@@ -227,7 +227,7 @@ def _training(run: Run) -> list[tuple[str, str, str]]:
     return [("Training", duration(last.values["seconds"]), f"{count(int(last.step))} steps, evaluation included")]
 
 
-def meaning(run: Run) -> Markup:
+def meaning(run: Results) -> Markup:
     """What the certificate proves and assumes, in plain language."""
     certificate = run.certificate
     samples = len(certificate.radii)
@@ -282,7 +282,7 @@ CLASSES = 24
 _CHIPS = {"orthogonal": "chip good", "1-Lipschitz": "chip", "amplifies": "chip bad"}
 
 
-def curve(run: Run) -> Markup:
+def curve(run: Results) -> Markup:
     """Certified accuracy over the radius, and the numbers of the chart."""
     certificate, attack = run.certificate, run.attack
     entries = [("certified", "certified: proved")]
@@ -302,7 +302,7 @@ def curve(run: Run) -> Markup:
     )
 
 
-def _attack_note(run: Run) -> Markup:
+def _attack_note(run: Results) -> Markup:
     if run.attack is None:
         return absent("The certificate has not been attacked yet.", run.command("attack"))
     broken = len(run.attack.violations)
@@ -314,7 +314,7 @@ def _attack_note(run: Run) -> Markup:
     return tag("p", text)
 
 
-def _curve_row(run: Run, e: float) -> list[str]:
+def _curve_row(run: Results, e: float) -> list[str]:
     share = run.certificate.certified_accuracy(e)
     under = None if run.attack is None else dict(zip(run.attack.epsilons, run.attack.attacked, strict=True)).get(e)
     comparable = run.attack is not None and run.attack.samples == len(run.certificate.radii)
@@ -322,7 +322,7 @@ def _curve_row(run: Run, e: float) -> list[str]:
     return [epsilon(e), percent(share), "–" if under is None else percent(under), between]
 
 
-def training(run: Run) -> Markup:
+def training(run: Results) -> Markup:
     """Loss, accuracy and certified accuracy over the steps."""
     kinds = (("train", "train"), ("test", "evaluation"))
     panels = []
@@ -345,14 +345,14 @@ def _panel(
     return tag("figure", line_chart(f"training-{name.replace(' ', '-')}", name, known, limits)) if known else None
 
 
-def _speed(run: Run) -> Markup | None:
+def _speed(run: Results) -> Markup | None:
     rates = sorted(speed for _, speed in series(run.metrics, "train", "images_per_second"))
     if not rates:
         return None
     return tag("p", f"Median speed: {count(round(rates[len(rates) // 2]))} images per second.", class_="quiet")
 
 
-def layers(run: Run) -> Markup:
+def layers(run: Results) -> Markup:
     """Spectra of all layers and the table of the audit."""
     if run.audit is None:
         missing = absent("The spectra and the audit of the layers are not there.", run.command("audit"))
@@ -365,7 +365,7 @@ def layers(run: Run) -> Markup:
     return section("layers", "Layers", tag("p", summary), _spectra(run), _audit_table(run.audit))
 
 
-def _spectra(run: Run) -> Markup:
+def _spectra(run: Results) -> Markup:
     assert run.audit is not None
     linear = [layer for layer in run.audit.layers if layer.largest is not None and math.isfinite(layer.largest)]
     if not linear:
@@ -400,7 +400,7 @@ def _breakable(name: str) -> list[object]:
     return [first, *((".", tag("wbr"), part) for part in others)]
 
 
-def classes(run: Run, names: Callable[[int], str]) -> Markup:
+def classes(run: Results, names: Callable[[int], str]) -> Markup:
     """Radii by class."""
     present = run.certificate.labels.unique().tolist()
     medians = {c: float(run.certificate.radii[run.certificate.labels == c].median()) for c in present}
@@ -417,7 +417,7 @@ def classes(run: Run, names: Callable[[int], str]) -> Markup:
     return section("classes", "Certified radius by class", tag("p", text), chart)
 
 
-def provenance(run: Run) -> Markup:
+def provenance(run: Results) -> Markup:
     """The recipe and the versions."""
     versions = [[name, _plain(value)] for name, value in run.versions.items()]
     recipe = tag("div", tag("h3", "Resolved recipe"), tag("pre", tag("code", run.recipe), tabindex="0"))
@@ -435,7 +435,7 @@ PICTURES = 10
 _SMALL_IMAGE = 64
 
 
-def gallery(run: Run, images: Images | None, why_none: str, names: Callable[[int], str]) -> Markup:
+def gallery(run: Results, images: Images | None, why_none: str, names: Callable[[int], str]) -> Markup:
     """The images with the largest and the smallest radius, and some with wrong answers."""
     title = "Surest and least sure"
     reason = why_none if images is None else reason_not_to_show(images, run.certificate)
@@ -453,7 +453,9 @@ def gallery(run: Run, images: Images | None, why_none: str, names: Callable[[int
     return section("images", title, [_picture_row(run, images, names, *row) for row in rows])
 
 
-def _picture_row(run: Run, images: Images, names: Callable[[int], str], title: str, found: Tensor, none: str) -> Markup:
+def _picture_row(
+    run: Results, images: Images, names: Callable[[int], str], title: str, found: Tensor, none: str
+) -> Markup:
     heading = tag("h3", title)
     if not len(found):
         return join(heading, tag("p", none, class_="quiet"))

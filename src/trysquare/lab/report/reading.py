@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trysquare.files import DIGEST, LARGEST_RECIPE, LARGEST_TEXT, read_file, sha256
 from trysquare.lab.checkpoint import MODEL_FILES, read_checkpoint
-from trysquare.lab.training.recipe import refuse_bombs
+from trysquare.lab.training.recipe import parse_yaml
+from trysquare.lab.training.run import read_metrics
 from trysquare.verify.attacks import AttackReport
 from trysquare.verify.auditing import AuditReport
 from trysquare.verify.certification import Certificate
@@ -43,8 +44,8 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run directory, read.
+class Results:
+    """Everything that a report shows about a run.
 
     Attributes:
         path: the directory.
@@ -81,8 +82,8 @@ class Run:
         return part.get(key) if isinstance(part, dict) else None
 
 
-def read_run(path: Path) -> Run:
-    """All files of a run.
+def read_results(path: Path) -> Results:
+    """Read all files of a run; its recipe may be one that could not be trained today.
 
     Raises:
         ValueError: if one is missing that must be there, or is damaged.
@@ -90,7 +91,7 @@ def read_run(path: Path) -> Run:
     if not path.is_dir():
         raise ValueError(f"{path}: expected the directory of a run, found none")
     recipe, sections = read_recipe(path)
-    return Run(
+    return Results(
         path,
         recipe,
         sections,
@@ -105,24 +106,18 @@ def read_run(path: Path) -> Run:
 
 
 def read_recipe(path: Path) -> tuple[str, Mapping[str, Any]]:
-    """Text and sections of the recipe of a run.
+    """Return text and sections of the recipe of a run.
 
     Raises:
-        ValueError: if it is missing or damaged, or pyyaml is not installed.
+        ValueError: if it is missing or damaged.
+        ImportError: if PyYAML is not installed.
     """
-    try:
-        import yaml  # type: ignore[import-untyped, unused-ignore]
-    except ImportError as error:
-        raise ValueError("a recipe is YAML: pip install 'trysquare[train]' reads it") from error
-
-    def parsed(text: str) -> tuple[str, Mapping[str, Any]]:
-        try:
-            refuse_bombs(text)
-            return text, _mapping(yaml.safe_load(text))
-        except yaml.YAMLError as error:
-            raise ValueError(error) from error
-
-    return _read(path / "recipe.yaml", "a recipe: YAML with named sections", parsed, most=LARGEST_RECIPE)
+    return _read(
+        path / "recipe.yaml",
+        "a recipe: YAML with named sections",
+        lambda content: (content.decode("utf-8"), _mapping(parse_yaml(content))),
+        most=LARGEST_RECIPE,
+    )
 
 
 def _outdated(path: Path) -> tuple[str, ...]:
@@ -133,15 +128,15 @@ def _outdated(path: Path) -> tuple[str, ...]:
     return tuple(name for name, found in about.items() if found != digest)
 
 
-def _optional(path: Path, expected: str, parse: Callable[[str], T]) -> T | None:
+def _optional(path: Path, expected: str, parse: Callable[[bytes], T]) -> T | None:
     return _read(path, expected, parse) if path.exists() else None
 
 
 def _read(
-    path: Path, expected: str, parse: Callable[[str], T], maker: str = "trysquare train", most: int = LARGEST_TEXT
+    path: Path, expected: str, parse: Callable[[bytes], T], maker: str = "trysquare train", most: int = LARGEST_TEXT
 ) -> T:
     try:
-        return parse(read_file(_present(path, maker), most).decode("utf-8"))
+        return parse(read_file(_present(path, maker), most))
     except _MissingError:
         raise
     except _DAMAGE as error:
@@ -163,8 +158,8 @@ def _brief(error: BaseException) -> str:
     return text if len(text) <= 300 else f"{text[:300]} …"
 
 
-def _object(text: str) -> Mapping[str, Any]:
-    return _mapping(json.loads(text))
+def _object(content: bytes) -> Mapping[str, Any]:
+    return _mapping(json.loads(content))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -185,8 +180,8 @@ def _parameters(path: Path) -> int:
         raise ValueError(f"{path}: expected a checkpoint of a model, found something else ({_brief(error)})") from error
 
 
-def _certificate(text: str) -> Certificate:
-    certificate = Certificate.from_json(text)
+def _certificate(content: bytes) -> Certificate:
+    certificate = Certificate.from_json(content.decode("utf-8"))
     shapes = {tuple(values.shape) for values in (certificate.radii, certificate.predictions, certificate.labels)}
     if len(shapes) != 1 or len(shapes.pop()) != 1 or not len(certificate.radii):
         raise ValueError("radii, predictions and labels must be lists of one length, not empty")
@@ -200,8 +195,8 @@ def _certificate(text: str) -> Certificate:
     return certificate
 
 
-def _attack(text: str) -> AttackReport:
-    attack = AttackReport.from_json(text)
+def _attack(content: bytes) -> AttackReport:
+    attack = AttackReport.from_json(content.decode("utf-8"))
     if not all(0 <= share <= 1 for share in (*attack.certified, *attack.attacked, attack.clean)):
         raise ValueError("an accuracy is not from 0 to 1")
     if not all(0 <= epsilon < math.inf for epsilon in attack.epsilons):
@@ -209,8 +204,8 @@ def _attack(text: str) -> AttackReport:
     return attack
 
 
-def _audit(text: str) -> AuditReport:
-    audit = AuditReport.from_json(text)
+def _audit(content: bytes) -> AuditReport:
+    audit = AuditReport.from_json(content.decode("utf-8"))
     values = [audit.bound, audit.lower_bound]
     for layer in audit.layers:
         values += [layer.smallest, layer.largest, layer.bound, layer.bound_so_far, *(layer.spectrum or ())]
@@ -219,27 +214,18 @@ def _audit(text: str) -> AuditReport:
     return audit
 
 
-def _metrics(text: str) -> tuple[Record, ...]:
+def _metrics(content: bytes) -> tuple[Record, ...]:
     records: list[Record] = []
-    for record in _records(text):
+    for number, line in enumerate(read_metrics(content), 1):
+        try:
+            record = _record(line)
+        except _DAMAGE as error:
+            raise ValueError(f"line {number}: {_brief(error)}") from error
         # A run that was interrupted goes on from a checkpoint, and writes the steps after it again.
         if records and records[-1].step > record.step:
             records = [earlier for earlier in records if earlier.step < record.step]
         records.append(record)
     return tuple(records)
-
-
-def _records(text: str) -> Iterator[Record]:
-    lines = text.split("\n")
-    for place, line in enumerate(lines):
-        if not line.strip():
-            continue
-        try:
-            yield _record(_object(line))
-        except _DAMAGE as error:
-            if place == len(lines) - 1:  # without its end: it is being written, or a crash cut it off
-                return
-            raise ValueError(f"line {place + 1}: {_brief(error)}") from error
 
 
 def _record(content: Mapping[str, Any]) -> Record:

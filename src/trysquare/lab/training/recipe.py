@@ -412,45 +412,48 @@ def read_recipe(source: str | os.PathLike[str], overrides: Mapping[str, Any] | N
 
 
 def _read(path: Path) -> dict[str, Any]:
-    parser = yaml()
     try:
-        text = read_file(path, LARGEST_RECIPE).decode("utf-8")
-        refuse_bombs(text)
-        repeated = _repeated_key(parser.compose(text, Loader=parser.SafeLoader))
-        content = parser.safe_load(text)
-    except (parser.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        return as_mapping(parse_yaml(read_file(path, LARGEST_RECIPE)), "its content")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    if repeated:
-        raise ValueError(f"{path}: {repeated}; leave one of them out")
-    return as_mapping(content, str(path))
 
 
 # Values that a recipe may stand for, written out.
 _MOST_VALUES = 10_000
+_NOT_YAML = "it is not YAML"
 
 
-def refuse_bombs(text: str) -> None:
-    """Refuse YAML of aliases: a few lines of them can stand for more than any memory holds.
+def parse_yaml(text: str | bytes) -> Any:
+    """Return what YAML stands for, parsed once: checked as a graph of nodes, then made into values.
 
     Raises:
-        ValueError: if it stands for very many values, or for itself.
+        ValueError: if it is not YAML in UTF-8, has a key twice (YAML would take the last), or stands for very many
+            values or for itself: a few lines of aliases can stand for more than any memory holds.
+        ImportError: if PyYAML is not installed.
     """
     parser = yaml()
-    sizes: dict[int, int] = {}
+    try:
+        loader = parser.SafeLoader(text.decode("utf-8") if isinstance(text, bytes) else text)
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        if _size(root, {}) > _MOST_VALUES:
+            raise ValueError(f"it stands for more than {_MOST_VALUES} values, by aliases: write out what is meant")
+        if repeated := _repeated_key(root):
+            raise ValueError(f"{repeated}; leave one of them out")
+        return loader.construct_document(root)
+    except (parser.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{_NOT_YAML}: {' '.join(str(error).split())}") from error
 
-    def size(node: Any) -> int:
-        if id(node) not in sizes:
-            sizes[id(node)] = _MOST_VALUES + 1  # if it is met again inside of itself
-            parts = node.value if isinstance(node, parser.CollectionNode) else []
-            flat = [part for entry in parts for part in (entry if isinstance(entry, tuple) else (entry,))]
-            sizes[id(node)] = 1 + sum(map(size, flat))
-        return sizes[id(node)]
 
-    root = parser.compose(text, Loader=parser.SafeLoader)
-    if root is not None and size(root) > _MOST_VALUES:
-        raise ValueError(f"it stands for more than {_MOST_VALUES} values, by aliases: write out what is meant")
+def _size(node: Any, known: dict[int, int]) -> int:
+    """Return how many values a node stands for with its aliases written out."""
+    if id(node) not in known:
+        known[id(node)] = _MOST_VALUES + 1  # if it is met again inside of itself
+        parts = node.value if isinstance(node, yaml().CollectionNode) else []
+        flat = [part for entry in parts for part in (entry if isinstance(entry, tuple) else (entry,))]
+        known[id(node)] = 1 + sum(_size(part, known) for part in flat)
+    return known[id(node)]
 
 
 def _repeated_key(node: Any, above: str = "") -> str:
@@ -496,14 +499,12 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]
 
 
 def _value(key: str, text: str) -> Any:
-    parser = yaml()
     try:
-        refuse_bombs(text)
-        value = parser.safe_load(text)
-    except (parser.YAMLError, RecursionError) as error:
-        raise ValueError(f"{key}: {shown(text)} is not a value in YAML") from error
-    except ValueError as error:  # what Python adds for programmers, after a semicolon, is left out
-        raise ValueError(f"{key}={shown(text)} cannot be read: {str(error).split(';')[0]}") from error
+        value = parse_yaml(text)
+    except ValueError as error:
+        # What PyYAML says about lines and columns, and Python to programmers after a semicolon, helps nobody here.
+        reason = _NOT_YAML if str(error).startswith(_NOT_YAML) else str(error).split(";")[0]
+        raise ValueError(f"{key}={shown(text)} cannot be read: {reason}") from error
     typed = wants_text(key.removeprefix("--")) and value is not None and not isinstance(value, str)
     return text if typed else value
 

@@ -80,14 +80,10 @@ class Run:
             ValueError: if a line is not JSON; it names the file and the line.
         """
         path = self.path / "metrics.jsonl"
-        lines = read_file(path).split(b"\n") if path.is_file() else []
-        records = []
-        for number, line in enumerate(lines[:-1], 1):
-            try:
-                records.append(json.loads(line))
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}: line {number} is not JSON: {error}") from error
-        return records
+        try:
+            return read_metrics(read_file(path)) if path.is_file() else []
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def batches(self, split: str = "test", samples: int | None = None) -> Loader:
         """Images of the run's data, in batches and not augmented.
@@ -206,6 +202,24 @@ class Run:
         path = self.place("metrics.jsonl")
         if path.is_file() and path.stat().st_size > size:
             write_whole(path, read_file(path)[:size])
+
+
+def read_metrics(content: bytes) -> list[dict[str, Any]]:
+    """Return the records of ``metrics.jsonl``; what comes after the last line break was cut short by a crash.
+
+    Raises:
+        ValueError: if a line is not a JSON object; it names the line.
+    """
+    records = []
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"line {number} is not JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"line {number} is not a JSON object: {shown(record)}")
+        records.append(record)
+    return records
 
 
 @contextmanager
