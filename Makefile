@@ -41,11 +41,11 @@ bench: $(addprefix $(VENV)/.measured-,$(BENCHMARKS) $(TRAINED))
 	rm $^
 
 $(VENV)/.measured-%: | $(VENV)/.installed-bench
-	$(BIN)/python -m benchmarks $* --resume $(if $(filter $*,$(TRAINED)),$(if $(DATA),--data $(DATA)))
+	$(BIN)/python -m benchmarks $* $(if $(filter $*,$(TRAINED)),$(if $(DATA),--data $(DATA)))
 	touch $@
 
 bench-quick: $(VENV)/.installed-bench
-	set -e; for command in $(BENCHMARKS) $(TRAINED); do $(BIN)/python -m benchmarks $$command --quick --resume; done
+	set -e; for command in $(BENCHMARKS) $(TRAINED); do $(BIN)/python -m benchmarks $$command --quick; done
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,5 +1,6 @@
-"""What the layers cost, next to what else there is: ``python -m benchmarks COMMAND [--quick] [--threads N]``.
+"""What the layers cost, next to the alternatives: ``python -m benchmarks QUESTION [--quick] [--threads N]``.
 
-One command a file (``commands.py`` says what is in it); the raw samples go to ``benchmarks/results/COMMAND.json``,
-from which ``page`` writes ``docs/benchmarks.md``.
+Each question is a module with ``run(arguments)``, which measures; ``describe(data)``, which returns tables; and
+``draw(data)``, which returns a figure. Raw samples go to ``benchmarks/results/QUESTION.json``, and
+``python -m benchmarks page`` renders ``docs/benchmarks.md`` from all of them.
 """

@@ -1,18 +1,20 @@
-"""Block convolution: full convolution against products of taps, and a chain one by one against a tree."""
+"""Two ways to compose two kernels: a full convolution, or products of taps, which win while one side has few taps.
+
+The library chooses by this table.
+"""
 
 from __future__ import annotations
 
 import argparse
-from functools import partial, reduce
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
-from benchmarks.measure import interleaved, ratio
-from benchmarks.report import Part, Table, milliseconds, times
-from trysquare.nn.linalg import compose
+from benchmarks.report import Figure, Part, Plot, Table, milliseconds, times
 from trysquare.nn.linalg.kernels import compose_by_convolution, compose_by_taps
 
 SHAPES = (
@@ -27,54 +29,43 @@ SHAPES = (
     (256, (3, 3), (3, 3)),
     (256, (2, 2), (5, 5)),
 )
-CHAINS = ((16, 4), (16, 8), (64, 4), (64, 8), (128, 4))
 WAYS = {"full convolution": compose_by_convolution, "products of taps": compose_by_taps}
 
 
-def tree(kernels: list[Tensor]) -> Tensor:
-    """Compose neighbours in one batch until one kernel is left (an associative scan)."""
-    while len(kernels) > 1:
-        dims = kernels[0].ndim - 2
-        pairs = compose(torch.stack(kernels[0:-1:2]), torch.stack(kernels[1::2]), dims=dims)
-        kernels = [*pairs.unbind(), *kernels[len(kernels) - len(kernels) % 2 :]]
-    return kernels[0]
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return samples of forward and backward."""
+    found = []
+    for channels, after, before in SHAPES[:6] if arguments.quick else SHAPES:
+        kernels = [torch.randn(1, channels, channels, *size, requires_grad=True) for size in (after, before)]
+        ways = {name: lambda way=way, pair=kernels: way(*pair) for name, way in WAYS.items()}
+        found.append({"name": f"{channels} channels, {after} after {before}", "seconds": _seconds(ways)})
+    return {"kernels": found}
 
 
-def plan(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Samples of forward and backward of both comparisons."""
-    shapes, chains = (SHAPES[:6], CHAINS[:3]) if arguments.quick else (SHAPES, CHAINS)
+def _seconds(ways: dict[str, Callable[[], Tensor]]) -> dict[str, list[float]]:
+    """Time forward and backward; no factorisation is among them, so torch's timer is safe (see ``interleaved``)."""
+    threads = torch.get_num_threads()
     return {
-        "kernels": [partial(_pair, *shape) for shape in shapes],
-        "chains": [partial(_chain, *chain) for chain in chains],
+        name: Timer("way().sum().backward()", globals={"way": way}, num_threads=threads).blocked_autorange().times
+        for name, way in ways.items()
     }
 
 
-def _pair(channels: int, k: tuple[int, ...], size: tuple[int, ...]) -> dict[str, Any]:
-    after = torch.randn(1, channels, channels, *k, requires_grad=True)
-    before = torch.randn(1, channels, channels, *size, requires_grad=True)
-    calls = {name: lambda way=way: way(after, before).sum().backward() for name, way in WAYS.items()}
-    return {"name": f"{channels} channels, {k} after {size}", "seconds": interleaved(calls, 20)}
-
-
-def _chain(channels: int, count: int) -> dict[str, Any]:
-    kernels = [torch.randn(channels, channels, 2, 2, requires_grad=True) for _ in range(count)]
-    calls = {
-        "one by one": lambda: reduce(compose, kernels).sum().backward(),
-        "tree": lambda: tree(kernels).sum().backward(),
-    }
-    return {"name": f"{count} of {channels} channels, 2 x 2", "seconds": interleaved(calls, 10)}
+def _ratio(seconds: dict[str, list[float]]) -> float:
+    first, second = map(median, seconds.values())
+    return second / first
 
 
 def describe(data: dict[str, Any]) -> list[Part]:
-    """A table for each comparison."""
-    return [_table(title, data[key]) for key, title in (("kernels", "two kernels"), ("chains", "chain"))]
+    """Return one table."""
+    rows = [
+        [entry["name"], *(milliseconds(median(entry["seconds"][way])) for way in WAYS), times(_ratio(entry["seconds"]))]
+        for entry in data["kernels"]
+    ]
+    return [Table(["two kernels", *(f"{way} ms" for way in WAYS), "ratio"], rows)]
 
 
-def _table(title: str, entries: list[dict[str, Any]]) -> Table:
-    ways = list(entries[0]["seconds"])
-    rows = []
-    for entry in entries:
-        first, second = (entry["seconds"][way] for way in ways)
-        cells = (milliseconds(median(first)), milliseconds(median(second)), times(ratio(second, first)))
-        rows.append([entry["name"], *cells])
-    return Table([title, *(f"{way} ms" for way in ways), "ratio"], rows)
+def draw(data: dict[str, Any]) -> Figure:
+    """Draw the ratio of the two ways."""
+    series = {"ratio": {entry["name"]: _ratio(entry["seconds"]) for entry in data["kernels"]}}
+    return Figure(Plot(series, "products of taps / full convolution, time", log="x", reference=1))

@@ -1,16 +1,14 @@
 """FLOPs, aten calls, saved and written bytes of building kernels: numbers that do not depend on the machine.
 
-With ``--record`` they become what ``tests/benchmarks/test_counts.py`` allows at most. FLOPs are those of products, by
-torch's counter; factorisations and triangular solves are seen as calls, and by the size of their results: "written" are
-the bytes of the results of all operations but views. Forward and backward of the weight alone; "saved" is what autograd
-keeps between them.
+``tests/benchmarks/test_counts.py`` fails if one of them grows; ``--record`` makes the present numbers its limits. FLOPs
+are those of products; factorisations show in the calls and in "written", the bytes of the results of all operations but
+views. "Saved" is what autograd keeps between forward and backward of the weight.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +16,9 @@ from torch import nn
 
 import trysquare as ts
 from benchmarks import results
-from benchmarks.measure import Call, aten_calls, flops, saved_bytes, weight_gradient, weight_of, written_bytes
+from benchmarks.measure import aten_calls, flops, saved_bytes, weight_gradient, weight_of, written_bytes
 from benchmarks.report import Part, Table
 from trysquare.nn.linalg.fourier import RESPONSES
-from trysquare.progress import track
 
 RECORDED = results.ROOT / "tests" / "benchmarks" / "counts.json"
 # Of the map, where a method depends on it.
@@ -56,12 +53,12 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this command."""
+    """Add the options of this question."""
     parser.add_argument("--record", action="store_true", help="make these numbers the limit of the tests")
 
 
 def count(name: str) -> dict[str, int]:
-    """Counts of one of ``LAYERS``, the same in every run."""
+    """Return the counts of one of ``LAYERS``, the same in every run."""
     torch.manual_seed(0)
     layer = LAYERS[name]()
     call = weight_gradient(layer, SIZE)
@@ -74,24 +71,20 @@ def count(name: str) -> dict[str, int]:
 
 
 def excess(found: dict[str, int], limit: dict[str, int]) -> dict[str, str]:
-    """What is above its limit, with both numbers."""
+    """Return what is above its limit, with both numbers."""
     return {key: f"{found[key]} > {limit[key]}" for key in limit if found[key] > limit[key]}
 
 
-def plan(arguments: argparse.Namespace) -> Call:
-    """Counts of all layers; they become the limit if asked for."""
-    return partial(_counts, arguments.record)
-
-
-def _counts(record: bool) -> dict[str, Any]:
-    found = {name: count(name) for name in track(LAYERS, "counting", len(LAYERS))}
-    if record:
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the counts of all layers; they become the limit if asked for."""
+    found = {name: count(name) for name in LAYERS}
+    if arguments.record:
         results.write(found, RECORDED)
     return found
 
 
 def describe(data: dict[str, Any]) -> list[Part]:
-    """One table."""
+    """Return one table."""
     kinds = {"flops": "FLOPs", "calls": "aten calls", "saved": "saved bytes", "written": "written bytes"}
     rows = [[name, *(f"{row[kind]:,}" for kind in kinds)] for name, row in data.items()]
     return [Table(["layer", *kinds.values()], rows)]

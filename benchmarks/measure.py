@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, counts that do not depend on the machine, fitted exponents."""
+"""What the benchmarks share: timing in turns, counts that do not depend on the machine, peak memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
-from statistics import median
-from typing import Any, NamedTuple
+from statistics import linear_regression, median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.results import system_field
-from trysquare.progress import track
 
 Call = Callable[[], Any]
 Samples = dict[str, list[float]]
@@ -30,26 +29,31 @@ Samples = dict[str, list[float]]
 def interleaved(
     calls: dict[str, Call], rounds: int, *, patience: float = math.inf, always: Container[str] = (), label: str = ""
 ) -> Samples:
-    """Seconds of each call, taken in turns so that all see the same state of the machine.
+    """Return the seconds of each call, taken in turns so that all see the same state of the machine.
 
-    The order within a turn is another each time: a call leaves its successor the caches as it used them.
+    The order within a turn is shuffled, because a call leaves the caches to its successor.
+
+    This does not use ``torch.utils.benchmark.Timer``, which calls ``torch.set_num_threads`` around each sample: after
+    that, torch's batched factorisations of more than 150 rows can be wrong (pytorch issue 142815), and they are what
+    most contestants do. It also runs a statement three times for one sample; a step of a network may take a minute.
 
     Args:
         calls: what to time; each runs once before, which does not count.
         rounds: samples of each.
-        patience: a call whose samples have taken more seconds than this is sampled no more; it has one in any case.
+        patience: a call whose samples have taken more seconds than this is not sampled again.
         always: calls that are sampled in every turn, however long they take.
-        label: of the progress bar.
+        label: is printed.
     """
+    if label:
+        print(f"timing: {label}", file=sys.stderr)
     times: Samples = {name: [] for name in calls}
     order, shuffle = list(calls), Random(0).shuffle
-    for number in track(range(rounds + 1), label or "timing", rounds + 1):
+    for number in range(rounds + 1):
         for name in order:
-            taken, limit = times[name], math.inf if name in always else patience
-            if sum(taken) < limit:
+            if sum(times[name]) < patience or name in always:
                 seconds = _seconds(calls[name])
-                if number:  # what is built and kept, and memory that is new, belong to the run before
-                    taken.append(seconds)
+                if number:  # the first turn builds what is kept, and allocates
+                    times[name].append(seconds)
         shuffle(order)
     return times
 
@@ -60,25 +64,20 @@ def _seconds(call: Call) -> float:
     return time.perf_counter() - start
 
 
-def ratios(samples: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """Of samples that were taken in the same turn, so that a machine that is slower for a while is so for both."""
-    return [sample / other for sample, other in zip(samples, reference, strict=False)]
-
-
 def ratio(samples: Sequence[float], reference: Sequence[float]) -> float:
-    """Median of ``ratios``."""
-    return median(ratios(samples, reference))
+    """Return the median ratio of samples of the same turn: a machine that is slow for a while is so for both."""
+    return median(sample / other for sample, other in zip(samples, reference, strict=False))
 
 
 def flops(call: Call) -> int:
-    """Floating point operations of all products, by torch's counter (factorisations and solves are not in it)."""
+    """Return the floating point operations of all products, by torch's counter; it leaves out factorisations."""
     with FlopCounterMode(display=False) as counter:
         call()
     return counter.get_total_flops()
 
 
 class _Counter(TorchDispatchMode):
-    """Operations, and the bytes of the results of all but views."""
+    """Counts operations, and the bytes of the results of all but views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,21 +92,21 @@ class _Counter(TorchDispatchMode):
 
 
 def aten_calls(call: Call) -> int:
-    """Number of operations that torch dispatches."""
+    """Return the number of operations that torch dispatches."""
     with _Counter() as counter:
         call()
     return counter.calls
 
 
 def written_bytes(call: Call) -> int:
-    """Bytes of the results of all these operations but views."""
+    """Return the bytes of the results of all these operations but views."""
     with _Counter() as counter:
         call()
     return counter.written
 
 
 def saved_bytes(forward: Call) -> int:
-    """Bytes that autograd keeps between forward and backward, each storage once."""
+    """Return the bytes that autograd keeps between forward and backward, each storage once."""
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -122,7 +121,7 @@ def saved_bytes(forward: Call) -> int:
 
 
 def weight_of(layer: Any, size: int) -> tuple[Tensor, ...]:
-    """What a layer multiplies a map of that size with: its weight, or in the Fourier domain its response."""
+    """Return what a layer multiplies a map of that size with: its weight, or its response in the Fourier domain."""
     if not hasattr(layer, "response"):
         return (layer.weight,)
     made = layer.response(tuple(size // s for s in layer.stride))
@@ -130,34 +129,14 @@ def weight_of(layer: Any, size: int) -> tuple[Tensor, ...]:
 
 
 def weight_gradient(layer: nn.Module, size: int = 16) -> Call:
-    """A call that makes ``weight_of`` a layer and takes its gradient, nothing else."""
+    """Return a call that builds the weight of a layer and takes its gradient, and nothing else."""
     directions = [torch.randn_like(part) for part in weight_of(layer, size)]
     return lambda: torch.autograd.backward(weight_of(layer, size), directions)
 
 
-class Power(NamedTuple):
-    """``y = factor · x ** exponent``, and the share of the variance of ``log y`` that it explains."""
-
-    exponent: float
-    factor: float
-    explained: float
-
-
-def fit_power(x: Sequence[float], y: Sequence[float]) -> Power:
-    """Least squares of ``log y`` against ``log x``.
-
-    Raises:
-        ValueError: if there are fewer than two different ``x``, or a number is not positive.
-    """
-    if len(x) != len(y) or len(set(x)) < 2 or min(*x, *y) <= 0:
-        raise ValueError(f"a power needs two different positive x and positive y, got x={list(x)}, y={list(y)}")
-    u, v = ([math.log(value) for value in values] for values in (x, y))
-    mean_u, mean_v = sum(u) / len(u), sum(v) / len(v)
-    du, dv = [value - mean_u for value in u], [value - mean_v for value in v]
-    exponent = sum(a * b for a, b in zip(du, dv, strict=True)) / sum(a * a for a in du)
-    left = sum((b - exponent * a) ** 2 for a, b in zip(du, dv, strict=True))
-    total = sum(b * b for b in dv)
-    return Power(exponent, math.exp(mean_v - exponent * mean_u), 1 - left / total if total > 0 else 1.0)
+def exponent(x: Sequence[float], y: Sequence[float]) -> float:
+    """Return the ``p`` of the power ``y ~ x ** p`` that fits best on logarithmic scales."""
+    return linear_regression([math.log(value) for value in x], [math.log(value) for value in y]).slope
 
 
 class ChildError(RuntimeError):
@@ -165,7 +144,7 @@ class ChildError(RuntimeError):
 
 
 def in_child(module: str, arguments: Sequence[Any], limit: float) -> dict[str, Any]:
-    """What a module prints as JSON on the last line of its output, run by a fresh interpreter.
+    """Run a module in a fresh interpreter and return the JSON on the last line of its output.
 
     Raises:
         ChildError: if it takes longer than ``limit`` seconds, is killed or fails; it says how.
@@ -183,7 +162,7 @@ def in_child(module: str, arguments: Sequence[Any], limit: float) -> dict[str, A
 
 
 def peak_bytes() -> int:
-    """Most memory that this process has held so far.
+    """Return the most memory that this process has held so far.
 
     On Linux not ``ru_maxrss``: a child starts with the one of the process that started it.
     """

@@ -1,10 +1,12 @@
-"""The same network with any kind of convolution: only that class is exchanged."""
+"""The same network with any kind of convolution, and a training step and an evaluation of it to time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trysquare as ts
@@ -13,28 +15,10 @@ from benchmarks.peers import Make
 from trysquare.nn.layers.convolution import circular_convolution
 
 
-class Case(NamedTuple):
-    """A network on images of a size, in batches."""
-
-    network: str
-    size: int
-    batch: int
-
-    def __str__(self) -> str:
-        return f"{self.network}, {self.size} x {self.size}, batch {self.batch}"
-
-
 class Variant(NamedTuple):
-    """A convolution that takes the place of ``nn.Conv2d``.
-
-    Attributes:
-        method: what it computes; variants of the same method are compared with each other.
-        library: whose it is.
-        make: see ``peers.Make``.
-    """
+    """A convolution that takes the place of ``nn.Conv2d``; ``method`` says what it computes."""
 
     method: str
-    library: str
     make: Make
 
 
@@ -50,7 +34,7 @@ class OurPadding(nn.Conv2d):
 
 
 def plain_by(kind: type[nn.Conv2d]) -> Make:
-    """A convolution without constraint, circular as all others, so that their overhead is not that of the padding."""
+    """Return an unconstrained convolution, circular like all others, so that their overhead is not that of padding."""
 
     def make(channels: int, outputs: int, kernel_size: int, stride: int, groups: int) -> nn.Module:
         padding = (kernel_size - 1) // 2
@@ -61,7 +45,7 @@ def plain_by(kind: type[nn.Conv2d]) -> Make:
 
 
 def ours(method: str, **options: object) -> Make:
-    """Our convolution by one of ``ts.METHODS``."""
+    """Return our convolution by one of ``ts.METHODS``."""
 
     def make(channels: int, outputs: int, kernel_size: int, stride: int, groups: int) -> nn.Module:
         return ts.OrthoConv2d(channels, outputs, kernel_size, stride, groups=groups, method=method, **options)
@@ -70,7 +54,7 @@ def ours(method: str, **options: object) -> Make:
 
 
 def fourier(method: str) -> Make:
-    """Our convolution in the Fourier domain."""
+    """Return our convolution in the Fourier domain."""
 
     def make(channels: int, outputs: int, kernel_size: int, stride: int, groups: int) -> nn.Module:
         return ts.FourierOrthoConv2d(channels, outputs, kernel_size, stride, groups=groups, method=method)
@@ -79,7 +63,7 @@ def fourier(method: str) -> Make:
 
 
 def odd(convolution: Make) -> Make:
-    """The next odd kernel size in the place of an even one: skew kernels have none, nor has orthogonium's BCOP."""
+    """Replace even kernel sizes by the next odd one: neither skew kernels nor orthogonium's BCOP have even ones."""
     return lambda channels, outputs, size, stride, groups: convolution(channels, outputs, size | 1, stride, groups)
 
 
@@ -95,21 +79,21 @@ plain = plain_by(nn.Conv2d)
 REFERENCE = "Conv2d"
 PADDED = "Conv2d, our padding"
 VARIANTS: dict[str, Variant] = {
-    REFERENCE: Variant("plain", "torch", plain),
-    PADDED: Variant("plain", "torch", plain_by(OurPadding)),
-    "AOC": Variant("AOC", "trysquare", ours("aoc")),
-    "AOC parsimonious": Variant("AOC parsimonious", "trysquare", ours("aoc", parsimonious=True)),
-    "BCOP, original style": Variant("BCOP", "trysquare", original_bcop),
-    "SOC": Variant("SOC", "trysquare", odd(ours("soc"))),
-    "SOC, 3 terms": Variant("adaptive SOC", "trysquare", odd(ours("soc", terms=3))),
-    "Cayley": Variant("Cayley", "trysquare", fourier("cayley")),
-    "orthogonium AOC": Variant("AOC", "orthogonium", peers.aoc),
-    "orthogonium AOC, QR": Variant("AOC", "orthogonium", peers.aoc_by("QR")),
-    "orthogonium AOC, Cholesky": Variant("AOC", "orthogonium", peers.aoc_by("Cholesky")),
-    "orthogonium BCOP": Variant("BCOP", "orthogonium", odd(peers.bcop)),
-    "orthogonium SOC": Variant("SOC", "orthogonium", odd(peers.soc)),
-    "orthogonium adaptive SOC": Variant("adaptive SOC", "orthogonium", odd(peers.adaptive_soc)),
-    "orthogonium Cayley": Variant("Cayley", "orthogonium", peers.cayley),
+    REFERENCE: Variant("plain", plain),
+    PADDED: Variant("plain", plain_by(OurPadding)),
+    "AOC": Variant("AOC", ours("aoc")),
+    "AOC parsimonious": Variant("AOC parsimonious", ours("aoc", parsimonious=True)),
+    "BCOP, original style": Variant("BCOP", original_bcop),
+    "SOC": Variant("SOC", odd(ours("soc"))),
+    "SOC, 3 terms": Variant("adaptive SOC", odd(ours("soc", terms=3))),
+    "Cayley": Variant("Cayley", fourier("cayley")),
+    "orthogonium AOC": Variant("AOC", peers.aoc),
+    "orthogonium AOC, QR": Variant("AOC", peers.aoc_by("QR")),
+    "orthogonium AOC, Cholesky": Variant("AOC", peers.aoc_by("Cholesky")),
+    "orthogonium BCOP": Variant("BCOP", odd(peers.bcop)),
+    "orthogonium SOC": Variant("SOC", odd(peers.soc)),
+    "orthogonium adaptive SOC": Variant("adaptive SOC", odd(peers.adaptive_soc)),
+    "orthogonium Cayley": Variant("Cayley", peers.cayley),
 }
 
 
@@ -164,3 +148,31 @@ def exchange(
 def build(network: str, size: int, variant: str) -> nn.Module:
     """One of ``NETWORKS`` for images of a size, with the convolutions of one of ``VARIANTS``."""
     return exchange(NETWORKS[network](size), VARIANTS[variant].make)
+
+
+def images(batch: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return random images, and labels of ten classes."""
+    return torch.randn(batch, 3, size, size), torch.randint(10, (batch,))
+
+
+def train_step(model: nn.Module, x: Tensor, labels: Tensor) -> Callable[[], None]:
+    """Return a call of forward, backward and a step of SGD, whose rate is too small to change what is measured."""
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=1e-6)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), labels).backward()
+        optimizer.step()
+
+    return step
+
+
+def evaluation(model: nn.Module, x: Tensor) -> Callable[[], None]:
+    """Return a call of forward in eval mode without gradients."""
+    model.eval()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(x)
+
+    return evaluate

@@ -1,87 +1,67 @@
-"""The paper's table of costs: a network with every kind of orthogonal convolution, against ``nn.Conv2d``.
+"""A network with every kind of orthogonal convolution, against the same network with ``nn.Conv2d``.
 
-ResNet-34 as in the paper (transition blocks are one strided convolution, the reference has circular padding), ResNet-18
-for 32 x 32 images, the paper's network of depthwise blocks, and the small network of Li et al.; in each only the
-convolution class is exchanged. Around the convolutions all have layers that orthogonal networks have: MaxMin, residuals
-with factors, no batch normalisation. Our layers with a kernel extend the map anew for backward, where the others keep
-the extended copy. "Conv2d, our padding" has that and nothing else of ours: its steps show what it gains, its
-evaluations, which are those of Conv2d, what is noise.
+The networks are ResNet-34 and the residual depthwise network of the paper, ResNet-18 for small images, and the small
+network of Li et al.; only the convolution class is exchanged, and all convolutions are circular. "Conv2d, our padding"
+is torch's convolution with our way to pad, which keeps no padded copy for backward: the difference to "Conv2d" is what
+padding alone gains. Times are those of a step of plain SGD and of an evaluation without gradients. Peak memory is that
+of a fresh process, interpreter included, and differs by up to 15 % between processes that do the same.
 
-orthogonium's AOC has 12 steps of Björck by default; with its QR it is exact, with its Cholesky a fresh layer of 16
-channels has singular values down to 0.98. It and adaptive SOC build their kernels in each evaluation; exported, as it
-advises, AOC would cost what ``nn.Conv2d`` costs. Its copies of the originals are as these are: strides emulated by more
-channels (Cayley with kernels of half the size), BCOP with 12 steps of Björck, SOC with zeros around the map, 5 terms in
-training and 12 in evaluation, Cayley built anew in each evaluation. "BCOP, original style" emulates strides too, and
-iterates until it has converged. Our SOC is exact to 1e-6 by nine terms, applied one by one; "SOC, 3 terms" has as many
-as adaptive SOC, and an error of up to 0.052. SOC and orthogonium's BCOP have the next odd kernel size in the place of
-an even one.
-
-All variants take turns, after one that does not count. A variant that has taken 20 s for steps, or 10 s for
-evaluations, is sampled no more; but Conv2d and the AOC of both libraries stay for five turns of steps and ten of
-evaluations, and those that the targets are about go on alone for more. Memory is the peak of a fresh process,
-interpreter included, in three steps or as many as it has begun after half a minute; there are three processes, fewer
-if those took 20 s, but always three of Conv2d, "our padding" and our AOC. Differences below the spread of peaks, which
-stands below each table, say little. In evaluation our layers keep the free tensors besides the kernels; ``ts.to_torch``
-keeps only the kernels. "saved" is what autograd keeps for backward. Steps are those of SGD without momentum, which has
-no state of its own; the look of our layers at their free tensors, every 64 steps, is not among them.
-
-Among the targets, a share is what our AOC adds to a step of Conv2d, of what orthogonium's adds; "kernels alone" is what
-it adds to "Conv2d, our padding", of the same. It is the quotient of the medians of what is added, since single turns
-are noise. A share is negative where ours adds nothing, and inf in a turn in which orthogonium's does not.
+The contestants are not equally exact. Our SOC uses nine terms of the exponential and is exact to 1e-6; orthogonium's
+uses 5 in training and 12 in evaluation. "SOC, 3 terms" has as many as adaptive SOC, and an error of up to 0.052.
+orthogonium's AOC takes 12 Björck steps by default and rebuilds its kernels in every evaluation, unless they are
+exported. Its BCOP, SOC and Cayley, and our "BCOP, original style", emulate strides with more channels, as the original
+methods do.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
+import sys
+import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import peers, targets
-from benchmarks.measure import Call, ChildError, Samples, aten_calls, flops, in_child, interleaved
-from benchmarks.memory import PASSES
-from benchmarks.networks import NETWORKS, PADDED, REFERENCE, VARIANTS, Case, build
-from benchmarks.options import amount, count
-from benchmarks.report import (
-    Part,
-    Plot,
-    Table,
-    absent,
-    better_peer,
-    failures,
-    megabytes,
-    milliseconds,
-    ratio_plot,
-    with_ratios,
+from benchmarks import peers
+from benchmarks.measure import (
+    ChildError,
+    Samples,
+    in_child,
+    interleaved,
+    limited_memory,
+    peak_bytes,
+    ratio,
+    saved_bytes,
 )
+from benchmarks.networks import NETWORKS, PADDED, REFERENCE, VARIANTS, build, evaluation, images, train_step
+from benchmarks.report import Figure, Part, Plot, Table, failures, megabytes, milliseconds, times
 from benchmarks.results import usable_gigabytes
-from benchmarks.steps import evaluation, images, train_step
-from trysquare.progress import track
+
+PEER = """\
+orthogonium's copy of the original SOC takes about half the time of ours in a training step of ResNet-34 (8.6 against
+16 times Conv2d at batch 8) and saves less for backward, because it stops after 5 terms where ours takes nine; in
+evaluation, with 12 terms, it is slower. Its adaptive SOC beats "SOC, 3 terms" on the small network (2.7 against 4.8
+times Conv2d) and on the depthwise one (2.6 against 3.1). With its QR, orthogonium's AOC takes much less time than with
+its default, and about as much memory as Conv2d from batch 32 on. An evaluation of ResNet-34 at batch 8 peaks lower with
+its AOC (1.10 against 1.17 times), because our layers keep their free tensors besides the kernels; ``ts.to_torch`` drops
+them."""
 
 
-class Limits(NamedTuple):
-    """How often to measure, and what a variant may take at most.
+class Case(NamedTuple):
+    """A network on images of a size, in batches."""
 
-    Attributes:
-        rounds: samples of each time.
-        processes: samples of each peak of memory, at most.
-        patience: seconds of steps or processes after which a variant is sampled no more, half of it for evaluations;
-            once in any case. What the targets are about has all samples, what they compare it with all times.
-        seconds: time of a process.
-        gigabytes: memory of a process.
-    """
+    network: str
+    size: int
+    batch: int
 
-    rounds: int
-    processes: int
-    patience: float
-    seconds: float
-    gigabytes: float
+    def __str__(self) -> str:
+        return f"{self.network}, {self.size} x {self.size}, batch {self.batch}"
 
 
 FULL = (
@@ -91,171 +71,114 @@ FULL = (
     Case("depthwise", 32, 32),
     Case("bcop-small", 32, 128),
 )
-# What the targets are about, and what they compare it with.
-TARGETED = (REFERENCE, PADDED, "AOC")
-COMPARED = tuple(name for name, variant in VARIANTS.items() if variant.method in ("plain", "AOC"))
 QUICK = (Case("resnet18", 32, 8),)
-QUICK_VARIANTS = (REFERENCE, "AOC", "AOC parsimonious", "orthogonium AOC")
-# Seconds of a step from which on a variant is not tried with a larger batch.
+QUICK_VARIANTS = (REFERENCE, "AOC", "orthogonium AOC")
+# These are sampled in every turn; slower variants are dropped once they have taken this many seconds.
+COMPARED = tuple(name for name, variant in VARIANTS.items() if variant.method in ("plain", "AOC"))
+PATIENCE = 20.0
+# A variant whose step takes longer than this many seconds is not tried with a larger batch.
 SLOW_STEP = 30.0
-MEASURED = {
-    "train": ("training step", "s", 1.0),
-    "eval": ("evaluation", "s", 1.0),
-    "memory": ("peak memory", "MB", 1e-6),
-    "eval memory": ("peak memory of evaluation", "MB", 1e-6),
-    "saved": ("saved for backward", "MB", 1e-6),
-}
+# The peak rises until the allocator can reuse its pieces; slow networks stop after this many seconds.
+PASSES, PASS_SECONDS = 3, 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this command."""
+    """Add the options of this question."""
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, help="only these")
-    parser.add_argument("--batches", type=count, nargs="+", help="only these of ResNet-34, such as 128; 8 and 32")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="; ".join(VARIANTS))
-    parser.add_argument("--rounds", type=count, help="samples of each time; 5 (--quick: 2)")
-    parser.add_argument("--patience", type=amount, help="seconds after which a slow variant is sampled no more; 20")
-    parser.add_argument("--processes", type=count, help="samples of a peak of memory, at most; 3 (--quick: 1)")
-    parser.add_argument("--memory", type=amount, help="gigabytes that a network may take; 70 %% of the machine's")
-    parser.add_argument("--limit", type=amount, help="seconds for a process of up to three steps; 300 (--quick: 100)")
+    parser.add_argument("--rounds", type=int, help="samples of each time; 5 (--quick: 2)")
+    parser.add_argument("--processes", type=int, help="samples of a peak of memory, at most; 3 (--quick: 1)")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for a process of up to three steps")
 
 
-def plan(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Raw samples, for each network by batch.
-
-    Raises:
-        ValueError: if that is nothing.
-    """
-    cases, chosen, limits = _chosen_cases(arguments), _chosen_variants(arguments), _limits(arguments)
-    return {
-        network: _by_batch([case for case in cases if case.network == network], chosen, limits)
-        for network in dict.fromkeys(case.network for case in cases)
-    }
-
-
-def _chosen_cases(arguments: argparse.Namespace) -> list[Case]:
-    networks = arguments.networks or NETWORKS
-    cases = [case for case in (QUICK if arguments.quick else FULL) if case.network in networks]
-    if arguments.batches:
-        if "resnet34" not in networks:
-            raise ValueError(f"--batches are those of resnet34, which is not one of {', '.join(networks)}")
-        cases = [case for case in cases if case.network != "resnet34"]
-        cases = [*(Case("resnet34", 224, batch) for batch in arguments.batches), *cases]
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return samples of time and memory of each network, the smallest batch first."""
+    cases = QUICK if arguments.quick else FULL
+    cases = tuple(case for case in cases if case.network in (arguments.networks or NETWORKS))
     if not cases:
-        raise ValueError(f"--quick has only {', '.join(map(str, QUICK))}; leave it out for {', '.join(networks)}")
-    return cases
-
-
-def _chosen_variants(arguments: argparse.Namespace) -> list[str]:
-    """The reference, then what was asked for."""
+        raise ValueError(f"--quick has only {', '.join(map(str, QUICK))}")
     asked = arguments.variants or (QUICK_VARIANTS if arguments.quick else VARIANTS)
-    others = [name for name in asked if name != REFERENCE]
-    return [REFERENCE, *peers.that_run(others, "--variants", arguments.variants)]
+    chosen = peers.that_run([REFERENCE, *(name for name in asked if name != REFERENCE)])
+    rounds = arguments.rounds or (2 if arguments.quick else 5)
+    processes = arguments.processes or (1 if arguments.quick else 3)
+    data: dict[str, Any] = {}
+    for case in sorted(cases):
+        smaller = data.setdefault(case.network, [])
+        rows = {name: _worth_trying(name, smaller) for name in chosen}
+        for _ in range(processes):
+            for name in chosen:
+                _add_memory(rows[name], case, name, arguments.limit)
+        _add_times(rows, case, rounds)
+        smaller.append({**case._asdict(), "rows": rows})
+    return data
 
 
-def _limits(arguments: argparse.Namespace) -> Limits:
-    quick = arguments.quick
-    return Limits(
-        arguments.rounds or (2 if quick else 5),
-        arguments.processes or (1 if quick else 3),
-        arguments.patience or 20.0,
-        arguments.limit or (100.0 if quick else 300.0),
-        arguments.memory or usable_gigabytes(),
-    )
+def _worth_trying(name: str, smaller: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return an empty row, or an error if the variant failed, or was very slow, with a smaller batch."""
+    for entry in smaller:
+        row = entry["rows"][name]
+        if "error" in row:
+            return {"error": row["error"]}
+        if median(row["train"]) > SLOW_STEP:
+            return {"error": f"a step with batch {entry['batch']} takes {median(row['train']):.0f} s"}
+    return {}
 
 
-def _by_batch(cases: list[Case], chosen: list[str], limits: Limits) -> list[Call]:
-    """A part for each case, the smallest batch first.
-
-    What fails with a batch, or takes very long, is not tried with a larger one in the same run.
-    """
-    failed: dict[str, str] = {}
-
-    def measure(case: Case) -> dict[str, Any]:
-        rows = _measure_case(case, chosen, limits, failed)
-        failed.update({name: _why_not_larger(case, row) for name, row in rows.items()})
-        return {**case._asdict(), "rows": rows}
-
-    return [partial(measure, case) for case in sorted(cases)]
-
-
-def _why_not_larger(case: Case, row: dict[str, Any]) -> str:
-    """Why a variant is not tried with a larger batch; nothing if it is."""
-    if "error" in row:
-        return str(row["error"])
-    seconds = median(row["train"])
-    return f"a step with batch {case.batch} takes {seconds:.0f} s" if seconds > SLOW_STEP else ""
+def _add_memory(row: dict[str, Any], case: Case, variant: str, limit: float) -> None:
+    """Add a sample of memory in training and one in evaluation, unless the variant fails, or is slow and has one."""
+    if "error" in row or (row.get("spent", 0.0) > PATIENCE and variant not in COMPARED):
+        return
+    begin = time.perf_counter()
+    for mode, failure in (("train", "error"), ("eval", "eval_error")):
+        arguments = [*case, variant, mode, torch.get_num_threads(), usable_gigabytes(), os.getpid()]
+        try:
+            row.setdefault(f"memory_{mode}", []).append(in_child("benchmarks.overhead", arguments, limit))
+        except ChildError as error:
+            if not row[f"memory_{mode}"]:
+                row[failure] = f"{error} (batch {case.batch})"
+                del row[f"memory_{mode}"]
+                break
+    row["spent"] = row.get("spent", 0.0) + time.perf_counter() - begin
 
 
-def _measure_case(case: Case, chosen: list[str], limits: Limits, failed: dict[str, str]) -> dict[str, dict[str, Any]]:
-    rows = _memory(case, chosen, limits, failed)
-    works = [name for name in chosen if "error" not in rows[name]]
-    if not works:
-        return rows
+def _add_times(rows: dict[str, dict[str, Any]], case: Case, rounds: int) -> None:
+    works = [name for name, row in rows.items() if "error" not in row]
     models = {name: build(case.network, case.size, name) for name in works}
     x, labels = images(case.batch, case.size)
-    calls = {name: train_step(models[name], x, labels) for name in works}
-    trained = _timed(calls, (limits.rounds, limits.rounds), limits.patience, str(case))
+    trained = interleaved(
+        {name: train_step(models[name], x, labels) for name in works},
+        rounds,
+        patience=PATIENCE,
+        always=COMPARED,
+        label=f"steps of {case}",
+    )
     for model in models.values():
         model.zero_grad()
-    calls = {name: evaluation(models[name], x) for name in works if "memory_eval" in rows[name]}
-    evaluated = _timed(calls, (2 * limits.rounds, 6 * limits.rounds), limits.patience / 2, str(case))
-    for name in calls.keys() & TARGETED:
-        rows[name]["operations"] = {"calls": aten_calls(calls[name]), "flops": flops(calls[name])}
-    del models, calls
-    gc.collect()
+    evaluated = interleaved(
+        {name: evaluation(models[name], x) for name in works if "memory_eval" in rows[name]},
+        2 * rounds,
+        patience=PATIENCE / 2,
+        always=COMPARED,
+        label=f"evaluations of {case}",
+    )
     for mode, samples in (("train", trained), ("eval", evaluated)):
         for name, seconds in samples.items():
             rows[name][mode] = seconds
-    return rows
+    del models
+    gc.collect()  # the next case needs the memory
 
 
-def _timed(calls: dict[str, Call], rounds: tuple[int, int], patience: float, label: str) -> Samples:
-    """Seconds in turns of all, as far as patience goes, then in turns of those that the targets are about."""
-    together, alone = rounds
-    found = interleaved(calls, together, patience=patience, always=COMPARED, label=label)
-    few = {name: calls[name] for name in TARGETED if name in calls}
-    if len(few) > 1:
-        for name, seconds in interleaved(few, alone, label=f"{label}, closer").items():
-            found[name] += seconds
-    return found
-
-
-def _memory(case: Case, chosen: list[str], limits: Limits, failed: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """What several processes of each variant needed, in turns, or why there is nothing."""
-    rows: dict[str, dict[str, Any]] = {name: {"error": failed[name]} if failed.get(name) else {} for name in chosen}
-    if _same_network(case, chosen):
-        rows["AOC parsimonious"] = {"error": "the network is that of AOC, since all layers with a stride expand"}
-    tries = [name for _ in range(limits.processes) for name in chosen]
-    spent = dict.fromkeys(chosen, 0.0)
-    for name in track(tries, f"memory, {case}", len(tries)):
-        if "error" not in rows[name] and (spent[name] < limits.patience or name in TARGETED):
-            start = time.perf_counter()
-            _add_samples(rows[name], case, name, limits)
-            spent[name] += time.perf_counter() - start
-    return rows
-
-
-def _same_network(case: Case, chosen: list[str]) -> bool:
-    """Whether AOC's parsimonious kind saves nothing, as it does in strided layers that do not expand."""
-    kinds = ("AOC", "AOC parsimonious")
-    if not set(kinds) <= set(chosen):
-        return False
-    expressive, parsimonious = ([p.shape for p in build(case.network, case.size, name).parameters()] for name in kinds)
-    return expressive == parsimonious
-
-
-def _add_samples(row: dict[str, Any], case: Case, variant: str, limits: Limits) -> None:
-    """Memory of training and of evaluation; without the first the variant has failed."""
-    arguments = [torch.get_num_threads(), limits.gigabytes, os.getpid()]
-    for mode, failure in (("train", "error"), ("eval", "eval_error")):
-        try:
-            sample = in_child("benchmarks.memory", [*case, variant, mode, *arguments], limits.seconds)
-            row.setdefault(f"memory_{mode}", []).append(sample)
-            row.pop(failure, None)
-        except ChildError as error:
-            if f"memory_{mode}" not in row:
-                row[failure] = f"{error} (batch {case.batch})"
-                return
+def memory(case: Case, variant: str, mode: str) -> dict[str, int]:
+    """Return the bytes that this process holds at most after some passes, and what autograd saves."""
+    model = build(case.network, case.size, variant)
+    x, labels = images(case.batch, case.size)
+    call = train_step(model, x, labels) if mode == "train" else evaluation(model, x)
+    begin, passes = time.perf_counter(), 0
+    while passes < PASSES and time.perf_counter() - begin < PASS_SECONDS:
+        call()
+        passes += 1
+    found = {"peak": peak_bytes(), "passes": passes}
+    return {**found, "saved": saved_bytes(lambda: model(x))} if mode == "train" else found
 
 
 def _cases(data: dict[str, Any]) -> Iterator[tuple[Case, dict[str, Any]]]:
@@ -263,100 +186,98 @@ def _cases(data: dict[str, Any]) -> Iterator[tuple[Case, dict[str, Any]]]:
         yield Case(entry["network"], entry["size"], entry["batch"]), entry["rows"]
 
 
-def _samples(rows: dict[str, Any]) -> dict[str, Samples]:
-    """Seconds and bytes of the variants that ran, by name; some could be trained only."""
-    found: dict[str, Samples] = {}
-    for name, row in rows.items():
-        if "error" in row:
-            continue
-        found[name] = {"train": row["train"]}
-        for mode, kind in (("train", "memory"), ("eval", "eval memory")):
-            if mode in row:
-                found[name] |= {mode: row[mode], kind: [sample["peak"] for sample in row[f"memory_{mode}"]]}
-        found[name]["saved"] = [sample["saved"] for sample in row["memory_train"]]
+def samples(row: dict[str, Any]) -> Samples:
+    """Return the samples of a variant by what was measured; one that failed has none."""
+    if "error" in row:
+        return {}
+    found = {"training step": row["train"], "saved for backward": [one["saved"] for one in row["memory_train"]]}
+    found["peak memory of training"] = [one["peak"] for one in row["memory_train"]]
+    if "eval" in row:
+        found["evaluation"] = row["eval"]
+        found["peak memory of evaluation"] = [one["peak"] for one in row["memory_eval"]]
     return found
+
+
+def ratios(data: dict[str, Any], what: str) -> dict[str, dict[str, float]]:
+    """Return, for each case, the ratios to ``nn.Conv2d`` by variant."""
+    found = {}
+    for case, rows in _cases(data):
+        base = samples(rows[REFERENCE])[what]
+        found[str(case)] = {
+            name: ratio(taken[what], base) for name, row in rows.items() if what in (taken := samples(row))
+        }
+    return found
+
+
+def share(rows: dict[str, Any], peer: str, base: str = REFERENCE) -> float:
+    """Return the time that our AOC adds to a step of ``base``, as a share of what the peer's adds to Conv2d.
+
+    It is the quotient of the medians of what is added in a turn, since single turns are noise.
+    """
+    plain = rows[REFERENCE]["train"]
+    added = [ours - other for ours, other, _ in zip(rows["AOC"]["train"], rows[base]["train"], rows[peer]["train"])]  # noqa: B905
+    more = [theirs - other for theirs, other in zip(rows[peer]["train"], plain)]  # noqa: B905
+    return median(added) / median(more)
 
 
 def describe(data: dict[str, Any]) -> list[Part]:
-    """A table for each case, what failed, and the targets."""
+    """Return a table for each thing measured, one for what AOC adds, and what failed."""
     parts: list[Part] = []
-    for case, rows in _cases(data):
-        samples = _samples(rows)
-        parts += [_table(case, samples)] if REFERENCE in samples else [f"No table of {case}:"]
-        parts += [*failures({**rows, **_not_evaluated(rows)}), *absent(VARIANTS, rows)]
-        parts += [*_fewer_passes(rows), *_spread(rows)]
-        parts += _operations(rows)
-        parts += [_plot(case, samples)] if REFERENCE in samples and len(samples) > 1 else []
-    return [*parts, *targets.table((case, _samples(rows)) for case, rows in _cases(data))]
+    shown = {"training step": "ms", "evaluation": "ms", "peak memory of training": "MB", "saved for backward": "MB"}
+    for what, unit in (shown | {"peak memory of evaluation": "MB"}).items():
+        found = ratios(data, what)
+        show = milliseconds if unit == "ms" else megabytes
+        base = [f"{show(median(samples(rows[REFERENCE])[what]))} {unit}" for _, rows in _cases(data)]
+        names = [name for name in VARIANTS if name != REFERENCE and any(name in row for row in found.values())]
+        rows = [[name, *(times(row[name]) if name in row else "" for row in found.values())] for name in names]
+        title = f"{what.capitalize()}: {REFERENCE}, and the others as multiples of it"
+        parts.append(Table([what, *found], [[REFERENCE, *base], *rows], title))
+    parts += _shares(data)
+    failed = {f"{name} ({case})": row for case, rows in _cases(data) for name, row in rows.items() if "error" in row}
+    return parts + failures(failed)
 
 
-def _not_evaluated(rows: dict[str, Any]) -> dict[str, Any]:
-    return {f"{name}, evaluation": {"error": row["eval_error"]} for name, row in rows.items() if "eval_error" in row}
-
-
-def _fewer_passes(rows: dict[str, Any]) -> list[Part]:
-    """Who was too slow for the peak to have settled."""
-    samples = {name: row["memory_train"] for name, row in rows.items() if "memory_train" in row}
-    passes = {name: min(sample.get("passes", PASSES) for sample in taken) for name, taken in samples.items()}
-    slow = [f"{name} {fewest}" for name, fewest in passes.items() if fewest < PASSES]
-    return [f"Peak memory is that of fewer than {PASSES} steps: {', '.join(slow)}."] if slow else []
-
-
-def _spread(rows: dict[str, Any]) -> list[Part]:
-    """By how much peaks of processes that did the same differ."""
-    found = []
-    for mode, what in (("train", "training"), ("eval", "evaluation")):
-        peaks = [[sample["peak"] for sample in row.get(f"memory_{mode}", [])] for row in rows.values()]
-        spreads = [max(taken) / min(taken) - 1 for taken in peaks if len(taken) > 1]
-        found += [f"{max(spreads):.0%} in {what}"] if spreads else []
-    return [f"Peaks of processes of one variant differ by up to {' and '.join(found)}."] if found else []
-
-
-def _operations(rows: dict[str, Any]) -> list[Part]:
-    """What an evaluation with AOC consists of, next to one with the reference: that is no matter of noise."""
-    counted = {name: rows[name]["operations"] for name in TARGETED if "operations" in rows.get(name, {})}
-    said = [f"{count['calls']} with {name} ({count['flops'] / 1e9:.3f} GFLOPs)" for name, count in counted.items()]
-    return [f"Operations of torch in an evaluation: {', '.join(said)}."] if said else []
-
-
-def _table(case: Case, samples: dict[str, Samples]) -> Table:
-    heads = ("train ms", "eval ms", "peak MB", "eval peak MB", "saved MB")
-    columns = ["convolution", *(cell for head in heads for cell in (head, "ratio"))]
-    shown = {"train": milliseconds, "eval": milliseconds, "memory": megabytes, "eval memory": megabytes}
-    shown["saved"] = megabytes
-    rows = [[name, *with_ratios(row, samples[REFERENCE], shown)] for name, row in samples.items()]
-    return Table(columns, rows, str(case))
-
-
-def _plot(case: Case, samples: dict[str, Samples]) -> Plot:
-    kinds = {key: MEASURED[key][0] for key in ("train", "eval", "memory", "saved")}
-    return ratio_plot(f"overhead-{case.network}-{case.batch}", str(case), samples, REFERENCE, kinds)
-
-
-def peer_wins(data: dict[str, Any]) -> list[str]:
-    """Where a layer of orthogonium is faster or smaller than ours of the same method, or the only one that ran."""
-    found = []
-    for case, raw in _cases(data):
-        samples = _samples(raw)
-        ours = {VARIANTS[name].method: name for name in raw if VARIANTS[name].library == "trysquare"}
-        pairs = [(name, ours[VARIANTS[name].method]) for name in samples if _has_rival(name, ours)]
-        for kind, (what, unit, scale) in MEASURED.items():
-            for peer, own in pairs:
-                if kind in samples[peer] and kind in samples.get(own, {}):
-                    pair = samples[own][kind], samples[peer][kind]
-                    found += better_peer(f"{case}, {what}", peers.own_name(peer), unit, scale, *pair, own)
-        found += [
-            f"{case}: {peers.own_name(peer)} of orthogonium runs, ours: {_failure(raw[own])}."
-            for peer, own in pairs
-            if _failure(raw[own]) and not _failure(raw[peer])
+def _shares(data: dict[str, Any]) -> list[Part]:
+    """Return what AOC adds to a step, as a share of what orthogonium's adds, by its orthogonalizer."""
+    rivals = [name for name in COMPARED if name.startswith("orthogonium")]
+    lines = [
+        [
+            f"{case}{kind}",
+            *(f"{share(rows, rival, base):.2f}" if "train" in rows.get(rival, {}) else "" for rival in rivals),
         ]
-    return found
+        for case, rows in _cases(data)
+        for kind, base in (("", REFERENCE), (", kernels alone", PADDED))
+        if {"AOC", base} <= {name for name, row in rows.items() if "train" in row}
+    ]
+    title = "Time that our AOC adds, as a share of what orthogonium's adds (our target is at most 0.17)"
+    note = '"Kernels alone" compares with "Conv2d, our padding": without what our padding gains.'
+    return [Table(["training step", *rivals], lines, title), note] if lines else []
 
 
-def _has_rival(name: str, ours: dict[str, str]) -> bool:
-    return peers.is_peer(name) and VARIANTS[name].method in ours
+def draw(data: dict[str, Any]) -> Figure:
+    """Draw ratios of training steps."""
+    found = ratios(data, "training step")
+    return Figure(Plot(found, "training step, times nn.Conv2d", log="x", reference=1))
 
 
-def _failure(row: dict[str, Any]) -> str:
-    """Why a variant could not be trained, or evaluated."""
-    return str(row.get("error") or row.get("eval_error") or "")
+def end_with_parent(parent: int) -> None:
+    """End this process once the one that started it has ended: it would disturb the next measurement."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":  # a child that measures memory
+    network, size, batch, variant, mode, threads, gigabytes, parent = sys.argv[1:]
+    end_with_parent(int(parent))
+    if int(threads) != torch.get_num_threads():  # setting it has side effects: see linalg.inverse
+        torch.set_num_threads(int(threads))
+    try:
+        with limited_memory(float(gigabytes)):
+            print(json.dumps(memory(Case(network, int(size), int(batch)), variant, mode)))
+    except MemoryError as error:
+        sys.exit(str(error))

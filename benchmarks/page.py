@@ -1,147 +1,107 @@
-"""Write ``docs/benchmarks.md`` and its figures from the results in ``benchmarks/results/``."""
+"""Render ``docs/benchmarks.md`` and its figures from the results in ``benchmarks/results/``."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from benchmarks import results
-from benchmarks.commands import TITLES, command, has_peers, peer_wins
-from benchmarks.report import AHEAD, NOISE, Part, Plot, Table
-from trysquare.files import write_whole
 
 PAGE = results.ROOT / "docs" / "benchmarks.md"
+# In the order of the page.
+QUESTIONS = {
+    "kernels": "What does it cost to build a kernel?",
+    "overhead": "What does a whole network cost?",
+    "scaling": "How does the cost grow?",
+    "methods": "Which method should I choose?",
+    "recipe": "What does the time buy in training?",
+    "orthogonalizers": "Which orthogonalizer should I choose?",
+    "spectrum": "Which bound on the norm of a convolution can I trust?",
+    "compose": "How should two kernels be composed?",
+    "loading": "How fast is the data loader?",
+    "counts": "What do the tests guard?",
+}
+INTRODUCTION = """\
+# Benchmarks
+
+`python -m benchmarks page` renders this page from the JSON files in `benchmarks/results/`, which hold every sample; do
+not edit it by hand. Times depend on the machine, so compare them only within a table. Contestants run in turns; a ratio
+is the median of the ratios within each turn, so that it need not be the quotient of the two medians. Each result is one
+run on one shared machine: differences of a few percent are noise.
+
+The peer is [orthogonium](https://pypi.org/project/orthogonium/) 0.0.4, by the authors of *An Adaptive Orthogonal
+Convolution Scheme for Efficient and Flexible CNN Architectures* ("the paper"). Every section says where it is better.
+[Methods](methods.md) explains AOC, BCOP, SOC, Cayley and the others."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this command."""
-    parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder of the JSON files")
-    parser.add_argument("--page", type=Path, default=PAGE, help="file to write; figures go to figures/ next to it")
+def question(name: str) -> ModuleType:
+    """Return the module of a question."""
+    return import_module(f"benchmarks.{name}")
 
 
-def run(arguments: argparse.Namespace) -> Path:
-    """Draw the figures, then write the page; returns its path.
+def write(folder: Path, page: Path) -> None:
+    """Draw the figures and write the page.
 
     Raises:
-        ValueError: if there are no results, or one of them is damaged.
+        ValueError: if there are no results, or one is damaged.
         ImportError: without matplotlib.
     """
-    found = results.read(arguments.results)
-    if not found:
-        raise ValueError(f"there are no results in {arguments.results}")
+    found = results.read(folder)
     text = render(found)
-    for plot in plots(found):
-        plot.save(arguments.page.parent / "figures")
-    path: Path = arguments.page
-    write_whole(path, text)
-    return path
+    for name in drawn(found):
+        question(name).draw(found[name]["data"]).save(page.parent / "figures" / f"{name}.svg")
+    page.write_text(text)
 
 
-def plots(found: dict[str, dict[str, Any]]) -> list[Plot]:
-    """All figures of the page."""
-    return [part for name, result in found.items() for part in _parts(name, result) if isinstance(part, Plot)]
-
-
-def _parts(name: str, result: dict[str, Any]) -> list[Part]:
-    with _as_written_now(name):
-        return command(name).describe(result["data"])
-
-
-@contextmanager
-def _as_written_now(name: str) -> Iterator[None]:
-    """Say whose result is not what its command writes."""
-    try:
-        yield
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        what = f"damaged, or of another version of the benchmark ({type(error).__name__}: {error})"
-        raise ValueError(f"the result of {name} is {what}: run python -m benchmarks {name} again") from error
+def drawn(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the results that have a figure."""
+    return [name for name in found if hasattr(question(name), "draw")]
 
 
 def render(found: dict[str, dict[str, Any]]) -> str:
-    """The page."""
-    lines = [
-        "# Benchmarks",
-        "",
-        "This page is made by `python -m benchmarks page` from the JSON files in `benchmarks/results/`, which hold "
-        "every sample. Do not edit it. Times depend on the machine; ratios are within one run. Contestants take turns "
-        "within a table, but for augmentations and trainings by method or by orthogonalizer, which come one after the "
-        "other. Unless said otherwise times are medians, and a ratio is the median of those within each turn: it need "
-        "not be that of the medians beside it.",
-        "",
-        "The peer is [orthogonium](https://pypi.org/project/orthogonium/), by the authors of *An Adaptive Orthogonal "
-        "Convolution Scheme for Efficient and Flexible CNN Architectures*, called the paper below. "
-        "[Methods](methods.md) says what AOC, BCOP, SOC, Cayley and the others are, and what each can do.",
-        "",
-        "## Where a peer is better",
-        "",
-        f"Found in the data, section by section: less time or memory than ours of the same method, by more than "
-        f"{NOISE - 1:.0%} and in three turns out of four; a share of the test images larger by more than "
-        f"{100 * AHEAD:g} points; smaller errors, beyond rounding; what only the peer could do. Only turns that both "
-        "have are compared, so that figures may differ from those of the tables; of one turn, or of peaks of memory, "
-        "some may be noise.",
-        "",
-        *_wins(found),
-    ]
-    for name, title in TITLES.items():
-        lines += ["", f"## {title}", "", *_section(name, found.get(name))]
-    return "\n".join(lines) + "\n"
+    """Return the text of the page.
+
+    Raises:
+        ValueError: if a result is not what its command writes today.
+    """
+    sections = [INTRODUCTION]
+    for name, title in QUESTIONS.items():
+        if name not in found:
+            body = f"Not measured yet: `python -m benchmarks {name}`."
+        else:
+            try:
+                body = _section(name, found[name])
+            except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+                problem = f"{type(error).__name__}: {error}"
+                raise ValueError(f"the result of {name} is damaged or old ({problem}); measure it again") from error
+        sections.append(f"## {title}\n\n{body}")
+    return "\n\n".join(sections) + "\n"
 
 
-def _wins(found: dict[str, dict[str, Any]]) -> list[str]:
-    """A line for each, by section."""
-    wins = {title: _wins_of(name, found[name]) for name, title in TITLES.items() if name in found}
-    sections = [[f"{title}:", "", *(f"* {win}" for win in lines), ""] for title, lines in wins.items() if lines]
-    if sections:
-        return [line for section in sections for line in section][:-1]
-    with_peer = [name for name, result in found.items() if has_peers(name) and not result["missing"]]
-    return [f"In none of the measurements below ({', '.join(with_peer) or 'no peer took part'})."]
+def _section(name: str, result: dict[str, Any]) -> str:
+    module = question(name)
+    parts = [(module.__doc__ or "").strip().replace("``", "`")]
+    if hasattr(module, "draw"):
+        parts.append(f"![{QUESTIONS[name]}](figures/{name}.svg)")
+    parts += [part if isinstance(part, str) else part.markdown() for part in module.describe(result["data"])]
+    # Written by hand for the committed results; tests/benchmarks/test_page.py checks each claim against them.
+    if hasattr(module, "PEER") and not result["quick"]:
+        parts.append(f"**Where the peer is better.** {module.PEER.strip()}")
+    parts.append(_origin(result))
+    return "\n\n".join(parts)
 
 
-def _wins_of(name: str, result: dict[str, Any]) -> list[str]:
-    with _as_written_now(name):
-        return peer_wins(name, result["data"])
-
-
-def _section(name: str, result: dict[str, Any] | None) -> list[str]:
-    if result is None:
-        return [f"Not measured yet: `python -m benchmarks {name}`."]
-    with _as_written_now(name):
-        origin = _origin(result)
-    lines = [(command(name).__doc__ or "").strip().replace("``", "`"), "", *origin]
-    for part in _parts(name, result):
-        lines += ["", _markdown(part)]
-    return lines
-
-
-def _origin(result: dict[str, Any]) -> list[str]:
-    machine, versions = result["machine"], result["versions"]
-    with_what = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    with_what += f"; sources {result['code']} (digest)" if "code" in result else ""
-    took = f" It took {_took(result)}." if "seconds" in result else ""
-    kind = " A quick run: few samples of small cases." if result["quick"] else ""
-    return [
-        f"`{result['line']}` on {result['date']}: {machine['cpu']}, {machine['cores']} cores, "
-        f"{machine['memory_gb']} GB, {result['threads']} threads; {with_what}.{took}{kind}",
-        *(f"\nMissing: {lost}." for lost in result["missing"]),
-        *(_again(entry) for entry in result.get("again", [])),
-    ]
-
-
-def _again(entry: dict[str, Any]) -> str:
-    parts = ", ".join(entry["parts"])
-    return f"\nMeasured again on {entry['date']}, sources {entry['code']}, in {_took(entry)}: {parts}."
-
-
-def _took(entry: dict[str, Any]) -> str:
-    return f"{entry['seconds'] / 60:.1f} minutes"
-
-
-def _markdown(part: Part) -> str:
-    if isinstance(part, Table):
-        return part.markdown()
-    if isinstance(part, Plot):
-        return f"![{part.title}](figures/{part.name}.svg)"
-    return part
+def _origin(result: dict[str, Any]) -> str:
+    machine = result["machine"]
+    versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("python", "torch"))
+    lost = "".join(f" Missing: {name}." for name in result["missing"])
+    again = "".join(
+        f" Measured again on {entry['date']}: {', '.join(entry['parts'])}." for entry in result.get("again", [])
+    )
+    quick = " A quick run: few samples of small cases." if result["quick"] else ""
+    return (
+        f"*`{result['line']}`, {result['date']}, {machine['cpu']}, {machine['cores']} cores, {result['threads']} "
+        f"threads, {versions}.{again}{lost}{quick}*"
+    )

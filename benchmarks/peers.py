@@ -29,27 +29,16 @@ def installed() -> bool:
     return not _problem("orthogonium")
 
 
-def is_peer(name: str) -> bool:
-    """Whether a contestant is of orthogonium."""
-    return name.startswith("orthogonium")
-
-
-def own_name(name: str) -> str:
-    """What orthogonium calls one of its contestants."""
-    return name.removeprefix("orthogonium ")
-
-
-def that_run(names: Iterable[str], option: str = "", asked: Iterable[str] | None = None) -> list[str]:
-    """The contestants without those of a peer that is not installed.
+def that_run(names: Iterable[str]) -> list[str]:
+    """Return the contestants without those of a peer that is not installed.
 
     Raises:
-        ValueError: if one of these was asked for, by that option.
+        ValueError: if none is left.
     """
-    if installed():
-        return list(names)
-    if any(map(is_peer, asked or ())):
-        raise ValueError(f"{option} has layers of orthogonium: {'; '.join(missing())}")
-    return [name for name in names if not is_peer(name)]
+    left = [name for name in names if installed() or not name.startswith("orthogonium")]
+    if not left:
+        raise ValueError("; ".join(missing()))
+    return left
 
 
 @cache

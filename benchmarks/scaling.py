@@ -1,18 +1,14 @@
 """How the cost of a kernel grows with channels, kernel size, groups and depth, and how the overhead of a step falls.
 
-Each row of numbers is fitted by a power, least squares on logarithmic scales: time ~ channels ** exponent; "none" where
-that explains less than 90 % of the variance, as where times jump. The overhead is what a training step of ResNet-18
-takes longer than with ``nn.Conv2d``, as a share of that; its power is fitted where it is more than noise, 2 %. On Linux
-a map of 32 MiB or more, as at batch 128, is memory that the C library asks for anew each time: apart from this run, of
-the 3.3 to 3.8 s of a plain step there 1.7 to 1.9 were the system's, and it took 2.3 to 2.7 s with the environment
-``MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184``.
+The exponent p is that of the best fit time ~ value ** p to the last three values of a sweep. The overhead is what a
+training step of ResNet-18 takes longer than with ``nn.Conv2d``: kernels are built once for a batch, so larger batches
+and images hide them.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -20,13 +16,13 @@ from torch import nn
 
 import trysquare as ts
 from benchmarks import peers
-from benchmarks.measure import Samples, fit_power, interleaved, ratio, weight_gradient
-from benchmarks.networks import REFERENCE, build
-from benchmarks.options import count
-from benchmarks.report import NOISE, Part, Plot, Table, better_peer, milliseconds
-from benchmarks.steps import images, train_step
+from benchmarks.measure import exponent, interleaved, ratio, weight_gradient
+from benchmarks.networks import REFERENCE, build, images, train_step
+from benchmarks.report import Figure, Part, Plot, Table, milliseconds
 
-KINDS = ("channels", "kernel size", "groups", "depth")
+PEER = """\
+At no point of these sweeps. With 128 groups of 2 channels the two come closest (1.8 against 1.2 ms), and the
+overhead of orthogonium's layers shrinks with the batch like ours."""
 FIXED = {
     "channels": "3 x 3",
     "kernel size": "64 channels",
@@ -47,19 +43,17 @@ STEPS = {
 }
 QUICK_STEPS = {"batch": ((4, 32), (16, 32)), "image size": ((4, 32), (4, 64))}
 TRAINED = ("AOC", "orthogonium AOC")
-# Seconds after which a kind of layer is sampled no more.
+# Seconds after which a library is not sampled again.
 PATIENCE = 15.0
-# Share of the variance that a power must explain to be one.
-EXPLAINED = 0.9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this command."""
-    parser.add_argument("--rounds", type=count, help="samples of each time; 9 (--quick: 2)")
+    """Add the options of this question."""
+    parser.add_argument("--rounds", type=int, help="samples of each time; 9 (--quick: 2)")
 
 
 def layers(kind: str, value: int) -> dict[str, list[nn.Module]]:
-    """Layers whose kernels are built, of each library."""
+    """Return the layers whose kernels are built, by library."""
     channels, size, groups, depth = {
         "channels": (value, 3, 1, 1),
         "kernel size": (64, value, 1, 1),
@@ -84,13 +78,13 @@ def _builds(made: list[nn.Module]) -> Callable[[], None]:
     return build_all
 
 
-def plan(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Samples of building kernels, and of training steps."""
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return samples of building kernels, and of training steps."""
     values, steps = (QUICK, QUICK_STEPS) if arguments.quick else (FULL, STEPS)
     rounds = arguments.rounds or (2 if arguments.quick else 9)
     return {
-        "kernels": {kind: [partial(_kernel, kind, value, rounds) for value in values[kind]] for kind in KINDS},
-        "overhead": {kind: [partial(_step, *shape, rounds) for shape in shapes] for kind, shapes in steps.items()},
+        "kernels": {kind: [_kernel(kind, value, rounds) for value in values[kind]] for kind in values},
+        "overhead": {kind: [_step(*shape, rounds) for shape in shapes] for kind, shapes in steps.items()},
     }
 
 
@@ -100,75 +94,54 @@ def _kernel(kind: str, value: int, rounds: int) -> dict[str, Any]:
 
 
 def _step(batch: int, size: int, rounds: int) -> dict[str, Any]:
-    names = peers.that_run((REFERENCE, *TRAINED))
     x, labels = images(batch, size)
-    label = f"steps of {batch} x {size} x {size}"
+    names = peers.that_run((REFERENCE, *TRAINED))
     calls = {name: train_step(build("resnet18", size, name), x, labels) for name in names}
+    label = f"steps of {batch} x {size} x {size}"
     return {"batch": batch, "image size": size, "seconds": interleaved(calls, rounds, patience=PATIENCE, label=label)}
 
 
+def _medians(entries: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """Return milliseconds by value, by library."""
+    return {
+        name: {entry["value"]: 1e3 * median(entry["seconds"][name]) for entry in entries}
+        for name in entries[0]["seconds"]
+    }
+
+
+def added(kind: str, entries: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """Return the share of a plain step that each library adds, by batch or image size."""
+    return {
+        name: {e[kind]: ratio(e["seconds"][name], e["seconds"][REFERENCE]) - 1 for e in entries}
+        for name in TRAINED
+        if name in entries[0]["seconds"]
+    }
+
+
 def describe(data: dict[str, Any]) -> list[Part]:
-    """A table and a plot for each way to grow."""
-    parts: list[Part] = []
+    """Return a table of the ends of each sweep, and one of the overhead."""
+    rows = []
     for kind, entries in data["kernels"].items():
-        parts += _growth(kind, entries)
+        for name, points in _medians(entries).items():
+            x, y = list(points), list(points.values())
+            ends = [f"{x[0]} to {x[-1]}", milliseconds(y[0] / 1e3), milliseconds(y[-1] / 1e3)]
+            rows.append([f"{kind} ({FIXED[kind]})", name, *ends, f"{exponent(x[-3:], y[-3:]):.2f}"])
+    parts: list[Part] = [Table(["sweep", "library", "values", "ms, first", "ms, last", "exponent"], rows)]
     for kind, entries in data["overhead"].items():
-        parts += _overhead(kind, entries)
+        base = [milliseconds(median(entry["seconds"][REFERENCE])) + " ms" for entry in entries]
+        shares = [[name, *(f"{e:+.0%}" for e in points.values())] for name, points in added(kind, entries).items()]
+        other = "image size" if kind == "batch" else "batch"
+        title = f"Time added to a training step of ResNet-18, by {kind} ({other} {entries[0][other]})"
+        parts.append(Table([kind, *(str(entry[kind]) for entry in entries)], [[REFERENCE, *base], *shares], title))
     return parts
 
 
-def _fitted(x: list[float], y: list[float]) -> str:
-    if len(x) < 3:
-        return "too few"
-    power = fit_power(x, y)
-    exponent = f"{power.exponent:.2f}" if power.explained >= EXPLAINED else "none"
-    return f"{exponent} (R² {power.explained:.2f})"
-
-
-def _growth(kind: str, entries: list[dict[str, Any]]) -> list[Part]:
-    x = [float(entry["value"]) for entry in entries]
-    rows, series = [], {}
-    for name in entries[0]["seconds"]:
-        y = [median(entry["seconds"][name]) for entry in entries]
-        rows.append([name, *map(milliseconds, y), _fitted(x, y), _fitted(x[-3:], y[-3:])])
-        series[name] = (x, [1e3 * value for value in y])
-    heads = [f"{value:g}" for value in x]
-    title = f"Kernel and gradient in ms, by {kind} ({FIXED[kind]})"
-    table = Table([kind, *heads, "exponent", "of the last three"], rows, title)
-    return [table, Plot(f"scaling-{kind.replace(' ', '-')}", title, series, kind, "ms", log="xy")]
-
-
-def _overhead(kind: str, entries: list[dict[str, Any]]) -> list[Part]:
-    x = [float(entry[kind]) for entry in entries]
-    base = [median(entry["seconds"][REFERENCE]) for entry in entries]
-    rows = [[REFERENCE, *(f"{milliseconds(b)} ms" for b in base), ""]]
-    series = {}
-    for name in TRAINED:
-        if name not in entries[0]["seconds"]:
-            continue
-        extra = [ratio(entry["seconds"][name], entry["seconds"][REFERENCE]) - 1 for entry in entries]
-        clear = [(v, e) for v, e in zip(x, extra, strict=True) if e > NOISE - 1]
-        exponent = _fitted([v for v, _ in clear], [e for _, e in clear])
-        rows.append([name, *(f"+{e:.0%}" if e >= 0 else f"{e:.0%}" for e in extra), exponent])
-        series[name] = ([v for v, _ in clear], [100 * e for _, e in clear])
-    other = "image size" if kind == "batch" else "batch"
-    title = f"Time added to a training step of ResNet-18, by {kind} ({other} {entries[0][other]})"
-    table = Table([kind, *(f"{value:g}" for value in x), "exponent"], rows, title)
-    return [table, Plot(f"scaling-overhead-{kind.replace(' ', '-')}", title, series, kind, "% added", log="xy")]
-
-
-def peer_wins(data: dict[str, Any]) -> list[str]:
-    """Kernels and steps at which orthogonium is faster."""
-    found = []
-    for kind, entries in data["kernels"].items():
-        for entry in entries:
-            found += _win(f"kernel, {kind} {entry['value']}", entry["seconds"], "trysquare", "orthogonium")
-    for entries in data["overhead"].values():
-        for entry in entries:
-            what = f"step of ResNet-18, batch {entry['batch']}, images of {entry['image size']}"
-            found += _win(what, entry["seconds"], *TRAINED)
-    return found
-
-
-def _win(what: str, seconds: Samples, ours: str, theirs: str) -> list[str]:
-    return better_peer(what, "AOC", "ms", 1e3, seconds[ours], seconds[theirs]) if theirs in seconds else []
+def draw(data: dict[str, Any]) -> Figure:
+    """Draw the four sweeps and the two overheads."""
+    plots = [Plot(_medians(entries), kind, "kernel, ms", "xy") for kind, entries in data["kernels"].items()]
+    label = {"AOC": "trysquare", "orthogonium AOC": "orthogonium"}
+    for kind, entries in data["overhead"].items():
+        found = {label[name]: points for name, points in added(kind, entries).items()}
+        percent = {name: {x: 100 * e for x, e in points.items() if e > 0} for name, points in found.items()}
+        plots.append(Plot(percent, kind, "added to a step, %", "xy"))
+    return Figure(*plots)

@@ -1,11 +1,12 @@
-"""A training loop for a fixed number of steps or seconds (recipes count epochs), from public pieces."""
+"""A training loop for a fixed number of steps or seconds; recipes, in contrast, count epochs."""
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from benchmarks import peers
 from benchmarks.measure import limited_memory
 from benchmarks.report import RADII
 from benchmarks.results import usable_gigabytes
-from trysquare.progress import track
 
 LEARNING_RATE = 3e-3
 AUGMENT: dict[str, Any] = {"cifar10": {"random_crop": {"padding": 4}, "flip": {}}}
@@ -25,7 +25,7 @@ EPSILONS = tuple(radius / 255 for radius in RADII)
 
 @dataclass(frozen=True)
 class Task:
-    """Training and test images of a data set; those of the package if there is no folder.
+    """Training and test images of CIFAR-10, or of the digits in the package if there is no folder.
 
     Args:
         folder: where CIFAR-10 is.
@@ -39,16 +39,16 @@ class Task:
 
     @property
     def name(self) -> str:
-        """Of the data set."""
+        """Return the name of the data set."""
         return "cifar10" if self.folder else "digits"
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of an image."""
+        """Return the shape of an image."""
         return ts.data.DATASETS[self.name].shape
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Training batches without an end, the same for everybody."""
+        """Yield training batches without end, the same for every contestant."""
         images = ts.data.load(self.name, self.folder)
         loader = ts.data.Loader(images, self.batch, AUGMENT.get(self.name, {}), shuffle=True, drop_last=True)
         epoch = 0
@@ -57,32 +57,13 @@ class Task:
             epoch += 1
 
     def test(self) -> tuple[Tensor, Tensor]:
-        """Test images and labels."""
+        """Return test images and labels."""
         images = ts.data.load(self.name, self.folder, "test")
         rows = torch.arange(min(len(images), self.test_images or len(images)))
         return images.stack(rows).float() / images.white, images.labels[rows]
 
 
-@dataclass
-class Run:
-    """What a training run did: seconds and loss after each step."""
-
-    seconds: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-
-    def steps(self) -> list[float]:
-        """Seconds of each step."""
-        return [end - begin for begin, end in zip([0.0, *self.seconds], self.seconds, strict=False)]
-
-    def smoothed(self, window: int = 20) -> tuple[list[float], list[float]]:
-        """Steps and means of the loss over windows."""
-        ends = list(range(window, len(self.losses) + 1, window))
-        return [float(end) for end in ends], [sum(self.losses[end - window : end]) / window for end in ends]
-
-
-def train(
-    model: nn.Module, task: Task, *, steps: int | None = None, seconds: float = math.inf, label: str = "training"
-) -> Run:
+def train(model: nn.Module, task: Task, *, steps: int | None = None, seconds: float = math.inf) -> dict[str, Any]:
     """Train with Adam, whose rate falls to 0 like a cosine over the steps or the seconds, and the paper's loss.
 
     Args:
@@ -90,26 +71,30 @@ def train(
         task: what to train on.
         steps: how many at most.
         seconds: how long at most; data and optimizer are part of it.
-        label: of the progress bar.
+
+    Returns:
+        Seconds since the start and loss after each step.
 
     Raises:
         ArithmeticError: if a loss is not finite.
     """
     step = _stepper(model, task)
-    run, start = Run(), time.perf_counter()
-    ticks = steps if steps is not None else max(1, math.ceil(seconds))
-    for tick in track(range(ticks), label, ticks):
-        while (share := _share(run, steps, seconds)) < (tick + 1) / ticks:
-            loss = step(LEARNING_RATE * (1 + math.cos(math.pi * share)) / 2)
-            if not math.isfinite(loss):
-                raise ArithmeticError(f"the loss of step {len(run.losses) + 1} is {loss}")
-            run.losses.append(loss)
-            run.seconds.append(time.perf_counter() - start)
-    return run
+    ends: list[float] = []
+    losses: list[float] = []
+    start = time.perf_counter()
+    share = 0.0
+    while share < 1:
+        loss = step(LEARNING_RATE * (1 + math.cos(math.pi * share)) / 2)
+        if not math.isfinite(loss):
+            raise ArithmeticError(f"the loss of step {len(losses) + 1} is {loss}")
+        losses.append(loss)
+        ends.append(time.perf_counter() - start)
+        share = max(len(losses) / steps if steps else 0.0, ends[-1] / seconds)
+    return {"steps": len(losses), "seconds": ends, "losses": losses}
 
 
 def _stepper(model: nn.Module, task: Task) -> Callable[[float], float]:
-    """A function that takes one step at a given rate and returns the loss."""
+    """Return a function that takes one step at a given rate and returns the loss."""
     loss_of, batches = ts.losses.OffsetCrossEntropy(), task.batches()
     optimizer = torch.optim.Adam(model.train().parameters(), lr=LEARNING_RATE)
 
@@ -126,28 +111,22 @@ def _stepper(model: nn.Module, task: Task) -> Callable[[float], float]:
     return step
 
 
-def _share(run: Run, steps: int | None, seconds: float) -> float:
-    """How much of what is allowed was used."""
-    by_steps = len(run.losses) / steps if steps else 0.0
-    by_clock = run.seconds[-1] / seconds if run.seconds else 0.0
-    return min(1.0, max(by_steps, by_clock))
-
-
-def trained(build: Callable[[], nn.Module], task: Task, **options: Any) -> dict[str, Any]:
-    """Seconds, losses and certificate of a network after ``train`` with these options, or why it has none."""
+def trained(build: Callable[[], nn.Module], task: Task, label: str, **options: Any) -> dict[str, Any]:
+    """Return the run and the certificate of a network after ``train`` with these options, or why it has none."""
+    print(f"training: {label}", file=sys.stderr)
     try:
         with limited_memory(usable_gigabytes()):
             model = build()
             torch.manual_seed(0)
             run = train(model, task, **options)
             parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-            return {"steps": len(run.losses), "parameters": parameters, **asdict(run), **certificate(model, task)}
+            return {"parameters": parameters, **run, **certificate(model, task)}
     except (ArithmeticError, ValueError, RuntimeError, MemoryError) as error:
         return {"error": f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"}
 
 
 def certificate(model: nn.Module, task: Task) -> dict[str, Any]:
-    """Accuracy, and certified accuracy at the usual radii, on the test images."""
+    """Return accuracy, and certified accuracy at the usual radii, on the test images."""
     images, labels = task.test()
     found = ts.certify(peers.with_plain_layers(model), (images, labels), epsilons=EPSILONS, measured_samples=256)
     return {
