@@ -32,7 +32,7 @@ NETWORK = "bcop-small"
 PEER = """\
 orthogonium's AOL ends with more certified images than ours at every radius (34.5 % against 31.9 % at 36/255, 8.6 %
 against 3.1 % at 255/255), though with lower accuracy (43.0 % against 47.2 %) and a network whose constant is only 0.25:
-the same margin of the loss asks such a network for larger radii. A training step costs about as much with either. Its
+the same margin of the loss asks such a network for larger radii. A step of the layer costs more with its AOL, and its
 AOC is behind ours in cost and in accuracy."""
 CHANNELS, SIZE, BATCH = 32, 16, 8
 

@@ -4,7 +4,7 @@ The networks are ResNet-34 and the residual depthwise network of the paper, ResN
 network of Li et al.; only the convolution class is exchanged, and all convolutions are circular. "Conv2d, our padding"
 is torch's convolution with our way to pad, which keeps no padded copy for backward: the difference to "Conv2d" is what
 padding alone gains. Times are those of a step of plain SGD and of an evaluation without gradients. Peak memory is that
-of a fresh process, interpreter included, and differs by up to 15 % between processes that do the same.
+of a fresh process, interpreter included, and differs by up to 19 % between processes that do the same.
 
 The contestants are not equally exact. Our SOC uses nine terms of the exponential and is exact to 1e-6; orthogonium's
 uses 5 in training and 12 in evaluation. "SOC, 3 terms" has as many as adaptive SOC, and an error of up to 0.052.
@@ -44,13 +44,13 @@ from benchmarks.report import Figure, Part, Plot, Table, failures, megabytes, mi
 from benchmarks.results import usable_gigabytes
 
 PEER = """\
-orthogonium's copy of the original SOC takes about half the time of ours in a training step of ResNet-34 (8.6 against
-16 times Conv2d at batch 8) and saves less for backward, because it stops after 5 terms where ours takes nine; in
-evaluation, with 12 terms, it is slower. Its adaptive SOC beats "SOC, 3 terms" on the small network (2.7 against 4.8
-times Conv2d) and on the depthwise one (2.6 against 3.1). With its QR, orthogonium's AOC takes much less time than with
-its default, and about as much memory as Conv2d from batch 32 on. An evaluation of ResNet-34 at batch 8 peaks lower with
-its AOC (1.10 against 1.17 times), because our layers keep their free tensors besides the kernels; ``ts.to_torch`` drops
-them."""
+orthogonium's copy of the original SOC takes about half the time of ours in a training step of ResNet-34 at batch 8 (8.6
+against 16 times Conv2d) and saves less for backward, because it stops after 5 terms where ours takes nine; on the small
+network, and in every evaluation, it is slower. Its adaptive SOC beats "SOC, 3 terms" on the small network (2.7 against
+4.8 times Conv2d) and on the depthwise one (2.6 against 3.1). With its QR, orthogonium's AOC takes much less time than
+with its default, and about as much memory as Conv2d from batch 32 on. An evaluation of ResNet-34 at batch 8 peaks lower
+with its AOC (1.10 against 1.17 times), because our layers keep their free tensors besides the kernels; ``ts.to_torch``
+drops them."""
 
 
 class Case(NamedTuple):

@@ -27,13 +27,14 @@ INTRODUCTION = """\
 # Benchmarks
 
 `python -m benchmarks page` renders this page from the JSON files in `benchmarks/results/`, which hold every sample; do
-not edit it by hand. Times depend on the machine, so compare them only within a table. Contestants run in turns; a ratio
-is the median of the ratios within each turn, so that it need not be the quotient of the two medians. Each result is one
-run on one shared machine: differences of a few percent are noise.
+not edit it by hand. Times depend on the machine, so compare them only within a table. Contestants run in turns,
+except in the comparison of methods and orthogonalizers by training, of loaders and of compositions. A ratio of turns is
+the median of the ratios within each, so that it need not be the quotient of the two medians. Each result is one run on
+one shared machine: differences of a few percent are noise.
 
 The peer is [orthogonium](https://pypi.org/project/orthogonium/) 0.0.4, by the authors of *An Adaptive Orthogonal
-Convolution Scheme for Efficient and Flexible CNN Architectures* ("the paper"). Every section says where it is better.
-[Methods](methods.md) explains AOC, BCOP, SOC, Cayley and the others."""
+Convolution Scheme for Efficient and Flexible CNN Architectures* ("the paper"). Each section in which it
+takes part says where it is better. [Methods](methods.md) explains AOC, BCOP, SOC, Cayley and the others."""
 
 
 def question(name: str) -> ModuleType:
@@ -88,7 +89,7 @@ def _section(name: str, result: dict[str, Any]) -> str:
     parts += [part if isinstance(part, str) else part.markdown() for part in module.describe(result["data"])]
     # Written by hand for the committed results; tests/benchmarks/test_page.py checks each claim against them.
     if hasattr(module, "PEER") and not result["quick"]:
-        parts.append(f"**Where the peer is better.** {module.PEER.strip()}")
+        parts.append(f"**Where the peer is better.** {module.PEER.replace('``', '`')}")
     parts.append(_origin(result))
     return "\n\n".join(parts)
 

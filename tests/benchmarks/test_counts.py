@@ -6,8 +6,7 @@ import pytest
 import torch
 from benchmarks.counts import LAYERS, RECORDED, count, excess
 from benchmarks.measure import aten_calls, flops
-from benchmarks.networks import NETWORKS, REFERENCE, build
-from benchmarks.steps import evaluation, images
+from benchmarks.networks import NETWORKS, REFERENCE, build, evaluation, images
 
 from benchmarks import results
 from trysquare.nn.linalg import projectors

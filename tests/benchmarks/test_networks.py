@@ -1,14 +1,12 @@
 import pytest
 import torch
-from benchmarks.__main__ import parser
-from benchmarks.networks import VARIANTS, build, exchange
-from benchmarks.steps import evaluation, images, train_step
+from benchmarks.networks import VARIANTS, build, evaluation, exchange, images, train_step
 from torch import nn
 
 import trysquare as ts
-from benchmarks import methods, networks, overhead, peers, recipe
+from benchmarks import networks, peers
 
-OURS = [name for name, variant in VARIANTS.items() if variant.library != "orthogonium"]
+OURS = [name for name in VARIANTS if not name.startswith("orthogonium")]
 
 
 @pytest.mark.parametrize("variant", OURS)
@@ -102,12 +100,9 @@ def test_without_peers_the_benchmarks_say_what_is_missing(no_peers):
         "einops is not installed",
     ]
     assert all("pip install" in line for line in peers.missing())
-    with pytest.raises(ValueError, match="--only has layers of orthogonium"):
-        methods.plan(parser().parse_args(["methods", "--only", "orthogonium aoc"]))
-    with pytest.raises(ValueError, match="--only has layers of orthogonium"):
-        recipe.plan(parser().parse_args(["recipe", "--only", "orthogonium, QR"]))
-    with pytest.raises(ValueError, match="--variants has layers of orthogonium"):
-        overhead.plan(parser().parse_args(["overhead", "--variants", "orthogonium AOC"]))
+    assert peers.that_run(["AOC", "orthogonium AOC"]) == ["AOC"]
+    with pytest.raises(ValueError, match="orthogonium is not installed"):
+        peers.that_run(["orthogonium AOC"])
 
 
 def test_a_peer_that_breaks_at_its_import_is_as_good_as_missing(no_peers):

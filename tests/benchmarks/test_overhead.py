@@ -1,107 +1,71 @@
-import time
+import os
+import subprocess
+import sys
 
 import pytest
-import torch
+from benchmarks.__main__ import parser
 from benchmarks.measure import ChildError
-from benchmarks.overhead import Case, Limits
+from benchmarks.overhead import Case, _add_memory, _worth_trying, describe, ratios
+from benchmarks.report import Table
+from benchmarks.results import ROOT
 from torch import nn
 
 from benchmarks import overhead
 
-LIMITS = Limits(rounds=1, processes=2, patience=1.0, seconds=1.0, gigabytes=1.0)
+CASE = Case("resnet18", 4, 2)
 
 
 @pytest.fixture
-def tried(monkeypatch):
-    """Processes that are started for small networks, those for SOC in vain, the second for Cayley too."""
-    started = []
+def started(monkeypatch):
+    """Processes that are started for small networks: those for SOC fail, and those that evaluate Cayley."""
+    found = []
 
     def child(module, arguments, limit):
-        _, _, batch, variant, *_ = arguments
-        started.append((batch, variant))
-        if variant == "SOC" or (variant == "Cayley" and started.count((batch, variant)) > 2):
+        _, _, batch, variant, mode, *_ = arguments
+        found.append((batch, variant))
+        if variant == "SOC" or (variant == "Cayley" and mode == "eval"):
             raise ChildError("not ready")
         return {"peak": 2, "saved": 1}
 
     monkeypatch.setattr(overhead, "in_child", child)
     monkeypatch.setattr(overhead, "build", lambda *_: nn.Sequential(nn.Flatten(), nn.Linear(3 * 4 * 4, 10)))
-    return started
+    return found
 
 
-def measured(*arguments):
-    return [part() for part in overhead._by_batch(*arguments)]
+def test_what_fails_has_no_times_and_what_can_only_be_trained_has_a_row(started, monkeypatch):
+    monkeypatch.setattr(overhead, "QUICK", (CASE, CASE._replace(batch=4)))
+    data = overhead.run(parser().parse_args(["overhead", "--quick", "--variants", "AOC", "SOC", "Cayley"]))
+    assert [entry["batch"] for entry in data["resnet18"]] == [2, 4]
+    for entry in data["resnet18"]:
+        assert entry["rows"]["SOC"]["error"] == "not ready (batch 2)"
+        assert "train" in entry["rows"]["Cayley"]
+        assert "eval" not in entry["rows"]["Cayley"]
+    assert [batch for batch, variant in started if variant == "SOC"] == [2]
+    step, *_, failed = describe(data)
+    assert isinstance(step, Table)
+    assert [row[0] for row in step.rows] == ["Conv2d", "AOC", "Cayley"]
+    assert "* SOC (resnet18, 4 x 4, batch 2): not ready (batch 2)" in failed
+    assert "Cayley" not in ratios(data, "evaluation")[str(CASE)]
 
 
-def test_what_fails_with_a_batch_is_not_tried_with_a_larger_one(tried):
-    cases = [Case("resnet34", 4, batch) for batch in (8, 2)]
-    found = measured(cases, ["Conv2d", "SOC"], LIMITS)
-    assert [entry["batch"] for entry in found] == [2, 8]
-    assert [entry["rows"]["SOC"] for entry in found] == [{"error": "not ready (batch 2)"}] * 2
-    assert [batch for batch, variant in tried if variant == "SOC"] == [2]
+def test_what_takes_very_long_is_not_tried_with_a_larger_batch():
+    smaller = [{"batch": 2, "rows": {"AOC": {"train": [overhead.SLOW_STEP + 1]}, "SOC": {"train": [1.0]}}}]
+    assert _worth_trying("AOC", smaller) == {"error": "a step with batch 2 takes 31 s"}
+    assert _worth_trying("SOC", smaller) == {}
 
 
-def test_what_takes_very_long_is_not_tried_with_a_larger_batch(tried, monkeypatch):
-    monkeypatch.setattr(overhead, "SLOW_STEP", 0.0)
-    cases = [Case("resnet34", 4, batch) for batch in (2, 8)]
-    found = measured(cases, ["Conv2d"], LIMITS)
-    assert "train" in found[0]["rows"]["Conv2d"]
-    assert found[1]["rows"] == {"Conv2d": {"error": "a step with batch 2 takes 0 s"}}
+@pytest.mark.parametrize(("variant", "processes"), [("BCOP, original style", 1), ("AOC", 3)])
+def test_a_slow_variant_has_one_process_unless_it_is_compared(started, monkeypatch, variant, processes):
+    monkeypatch.setattr(overhead, "PATIENCE", 0.0)
+    row = {}
+    for _ in range(3):
+        _add_memory(row, CASE, variant, 1.0)
+    assert len(row["memory_train"]) == len(row["memory_eval"]) == processes
 
 
-def test_a_slow_variant_has_one_process_unless_targets_are_about_it(tried):
-    for variant, processes in (("orthogonium AOC", 1), ("AOC", LIMITS.processes)):
-        overhead._memory(Case("resnet34", 4, 2), [variant], LIMITS._replace(patience=1e-9), {})
-        assert tried.count((2, variant)) == 2 * processes  # train and eval
-    overhead._memory(Case("resnet34", 4, 4), ["orthogonium AOC"], LIMITS, {})
-    assert tried.count((4, "orthogonium AOC")) == 2 * LIMITS.processes
-
-
-def test_what_the_targets_are_about_has_more_turns():
-    calls = dict.fromkeys(("Conv2d", "AOC", "SOC"), lambda: None)
-    samples = overhead._timed(calls, (2, 3), 1.0, "some case")
-    assert {name: len(taken) for name, taken in samples.items()} == {"Conv2d": 5, "AOC": 5, "SOC": 2}
-
-
-def test_what_the_targets_compare_is_sampled_in_every_turn():
-    calls = dict.fromkeys(("Conv2d", "orthogonium AOC, QR", "SOC"), lambda: time.sleep(0.001))
-    samples = overhead._timed(calls, (3, 1), 1e-9, "some case")
-    assert {name: len(taken) for name, taken in samples.items()} == {"Conv2d": 3, "orthogonium AOC, QR": 3, "SOC": 1}
-
-
-def test_what_can_only_be_trained_has_a_row(monkeypatch, tried):
-    def child(module, arguments, limit):
-        if arguments[3] == "SOC" and arguments[4] == "eval":
-            raise ChildError("not ready")
-        return {"peak": 2, "saved": 1}
-
-    monkeypatch.setattr(overhead, "in_child", child)
-    data = {"resnet34": measured([Case("resnet34", 4, 2)], ["Conv2d", "SOC"], LIMITS)}
-    table, missing, absent, spread, operations, plot, *_ = overhead.describe(data)
-    assert "train" in data["resnet34"][0]["rows"]["SOC"]
-    assert table.rows[1][0] == "SOC"
-    assert table.rows[1][3:5] == ["", ""]
-    assert "* SOC, evaluation: not ready (batch 2)" in missing
-    assert absent.startswith("Not part of this run: Conv2d, our padding; AOC; ")
-    assert spread == "Peaks of processes of one variant differ by up to 0% in training and 0% in evaluation."
-    assert operations.startswith("Operations of torch in an evaluation: ")
-    assert "with Conv2d (" in operations
-    assert plot.series["evaluation"] == ([], [])
-    assert not overhead.peer_wins(data)
-
-
-def test_samples_that_were_taken_are_kept(tried):
-    row = measured([Case("resnet34", 4, 2)], ["Conv2d", "Cayley"], LIMITS)[0]["rows"]["Cayley"]
-    assert row["memory_train"] == row["memory_eval"] == [{"peak": 2, "saved": 1}]
-    assert len(row["train"]) == 1
-
-
-def test_two_kinds_that_are_the_same_network_are_measured_once(tried):
-    rows = overhead._measure_case(Case("resnet34", 4, 2), ["Conv2d", "AOC", "AOC parsimonious"], LIMITS, {})
-    assert "the network is that of AOC" in rows["AOC parsimonious"]["error"]
-    assert "train" in rows["AOC"]
-
-
-@pytest.mark.parametrize(("network", "same"), [("resnet18", True), ("bcop-small", False)])
-def test_a_stride_that_keeps_the_channels_makes_them_two(network, same):
-    with torch.device("meta"):
-        assert overhead._same_network(Case(network, 32, 2), ["AOC", "AOC parsimonious"]) == same
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_process_ends_with_the_one_that_started_it(alive):
+    parent = os.getpid() if alive else -1
+    line = f"import time; from benchmarks.overhead import end_with_parent; end_with_parent({parent}); time.sleep(1.5)"
+    done = subprocess.run([sys.executable, "-c", f"{line}; exit(7)"], cwd=ROOT, check=False, timeout=60)
+    assert done.returncode == (7 if alive else 1)

@@ -2,8 +2,8 @@ import resource
 
 import pytest
 import torch
-from benchmarks.orthogonalizers import CONDITIONS, _errors, with_condition
-from benchmarks.training import Run, Task, certificate, train
+from benchmarks.orthogonalizers import CONDITIONS, errors, with_condition
+from benchmarks.training import Task, certificate, train
 
 import trysquare as ts
 from benchmarks import methods, training
@@ -19,8 +19,8 @@ def model():
 def test_training_takes_the_steps_asked_for_and_learns():
     network = model()
     run = train(network, TASK, steps=25)
-    assert len(run.losses) == len(run.seconds) == 25
-    assert sum(run.losses[-5:]) < sum(run.losses[:5])
+    assert len(run["losses"]) == len(run["seconds"]) == run["steps"] == 25
+    assert sum(run["losses"][-5:]) < sum(run["losses"][:5])
     found = certificate(network, TASK)
     assert found["test_images"] == 40
     assert 0.2 < found["accuracy"] <= 1
@@ -29,18 +29,14 @@ def test_training_takes_the_steps_asked_for_and_learns():
 
 def test_training_ends_with_its_time():
     run = train(model(), TASK, seconds=0.2)
-    assert run.seconds[-1] >= 0.2
-    assert all(seconds < 0.2 for seconds in run.seconds[:-1])
+    assert run["seconds"][-1] >= 0.2
+    assert all(seconds < 0.2 for seconds in run["seconds"][:-1])
 
 
 def test_training_that_diverges_stops(monkeypatch):
     monkeypatch.setattr(training, "_stepper", lambda model, task: lambda rate: float("nan"))
     with pytest.raises(ArithmeticError, match="the loss of step 1 is nan"):
         train(model(), TASK, steps=3)
-
-
-def test_means_of_losses():
-    assert Run([], [1.0, 3.0, 5.0, 7.0, 9.0]).smoothed(2) == ([2.0, 4.0], [2.0, 6.0])
 
 
 def test_condition_numbers_are_as_asked():
@@ -50,15 +46,15 @@ def test_condition_numbers_are_as_asked():
 
 
 def test_errors_are_those_of_the_singular_values():
-    doubled = _errors(lambda matrix: 2 * ts.linalg.cholesky(matrix))
+    doubled = errors(lambda matrix: 2 * ts.linalg.cholesky(matrix))
     assert doubled == pytest.approx([1.0] * len(CONDITIONS), abs=1e-5)
-    assert len(_errors(ts.linalg.cholesky)) == len(CONDITIONS)
+    assert len(errors(ts.linalg.cholesky)) == len(CONDITIONS)
 
     def refuse(matrix):
         raise ArithmeticError
 
-    assert _errors(refuse) == ["refuses"] * len(CONDITIONS)
-    assert _errors(lambda matrix: matrix / 0) == ["not finite"] * len(CONDITIONS)
+    assert errors(refuse) == ["refuses"] * len(CONDITIONS)
+    assert errors(lambda matrix: matrix / 0) == ["not finite"] * len(CONDITIONS)
 
 
 def test_a_method_that_takes_too_much_memory_is_a_row_that_says_so(monkeypatch):
