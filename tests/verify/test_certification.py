@@ -180,7 +180,7 @@ def test_certificate_of_a_linear_model_is_exact(dtype):
         exact_logits = images.flatten(1).double() @ model[1].weight.double().T + model[1].bias.double()
     exact = exact_radii(model[1].weight, exact_logits, labels)
     assert certificate.pairwise
-    assert certificate.lipschitz == pytest.approx(1, rel=1e-12)
+    assert certificate.lipschitz == pytest.approx(1, rel=1e-9)
     assert (certificate.radii <= exact).all()
     assert torch.allclose(certificate.radii, exact, rtol=0, atol=5e-6 if dtype == torch.float32 else 1e-9)
     right = (certificate.predictions == labels).double().mean()

@@ -32,7 +32,7 @@ from trysquare.nn.linalg.precision import autocast_dtype
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.nn.losses import check_batch
 from trysquare.progress import track
-from trysquare.verify.lipschitz import Analysis, ExactEvaluation, analyse, input_like
+from trysquare.verify.lipschitz import Analysis, ExactEvaluation, NoRuleError, analyse, input_like
 from trysquare.verify.lipschitz.shadow import BATCH, require_dense, require_plain_module
 from trysquare.verify.operators import checked_weight, used_weight
 
@@ -43,9 +43,11 @@ Data = Batches | Dataset[Any] | tuple[Tensor, Tensor]
 # Quotients and roots in float64, rounded the safe way.
 _ROUND_DOWN = 1 - 32 * UNIT_ROUNDOFF
 _SQRT2_UP = math.nextafter(math.sqrt(2), 2)
-# Images that the model as it runs is compared with float64 on, and numbers that a call on a batch of them may make.
+# Images that the model as it runs is compared with float64 on.
 _MEASURED_SAMPLES = 512
-_FLOAT64_NUMBERS = 1 << 24
+# Images that are evaluated together in float64, and numbers that all calls on them may make.
+_LARGEST_BATCH = 256
+_FLOAT64_NUMBERS = 1 << 22
 
 
 def certified_radius(
@@ -383,8 +385,10 @@ def certify(
         for images, classes in track(pairs(batches), "certifying", total):
             shape = shape or tuple(images.shape[1:])
             given = prepared(model, images, shape)
+            if not len(given):
+                continue
             if found is None or exact is None:
-                found = analyse(model, shape)
+                found = _analysed(model, shape, len(given))
                 exact = ExactEvaluation(model, found.graph, found.gains)
             values, rounding = _in_float64(exact, given)
             precision = max(torch.finfo(dtype).eps for dtype in (given.dtype, autocast_dtype(given) or given.dtype))
@@ -411,13 +415,35 @@ def certify(
     )  # fmt: skip
 
 
+def _analysed(model: nn.Module, shape: tuple[int, ...], images: int) -> Analysis:
+    """What is known about a model at the size of the batches that it is evaluated with.
+
+    Raises:
+        NoRuleError: if it has another Lipschitz bound for them than for a batch of 2.
+    """
+    found = analyse(model, shape)
+    numbers = sum(node.size for node in found.graph.nodes) // BATCH + math.prod(shape)
+    parts = math.ceil(images / max(BATCH, min(_LARGEST_BATCH, _FLOAT64_NUMBERS // numbers)))
+    batch = max(BATCH, math.ceil(images / max(1, parts)))
+    if batch == BATCH:
+        return found
+    larger = analyse(model, shape, batch=batch)
+    if not math.isclose(larger.bound, found.bound, rel_tol=1e-6):
+        raise NoRuleError(
+            f"{type(model).__name__} has a Lipschitz bound of {larger.bound:.6g} in batches of {batch} and of "
+            f"{found.bound:.6g} in batches of {BATCH}: what it computes depends on the size of the batch"
+        )
+    return larger
+
+
 def _in_float64(exact: ExactEvaluation, images: Tensor) -> tuple[Tensor, Tensor]:
     """Logits in float64, and for each image a bound on the error of a difference of two of them."""
-    widest = max((math.prod(out[1]) // BATCH for node in exact.calls for out in node.outputs), default=1)
+    batch = exact.graph.batch
     logits, errors = [], []
-    for part in images.split(max(1, min(len(images), _FLOAT64_NUMBERS // max(1, widest)))):
-        values, error = exact(part)
-        logits.append(_checked_logits(values))
+    for part in images.split(batch):
+        filled = torch.cat([part, part[-1:].expand(batch - len(part), *part.shape[1:])])
+        values, error = exact(filled)
+        logits.append(_checked_logits(values)[: len(part)])
         errors.append(torch.full((len(part),), _SQRT2_UP * error, dtype=torch.float64))
     return torch.cat(logits), torch.cat(errors)
 

@@ -381,7 +381,7 @@ CHANGES = {
 def test_a_batch_that_is_computed_in_another_way_is_refused(name):
     images, labels = torch.randn(8, 3), torch.zeros(8, dtype=torch.long)
     model = _Large(CHANGES[name])
-    ts.certify(model, (images[:3], labels[:3]))
+    ts.certify(model, (images[:2], labels[:2]))
     with pytest.raises(NoRuleError):
         ts.certify(model, (images, labels))
 

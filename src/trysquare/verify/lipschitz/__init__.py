@@ -47,8 +47,6 @@ __all__ = [
 InputShape = Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Sequence[int]]
 # Numbers of one input, each of which has a label and a weight.
 _LARGEST_INPUT = 1 << 26
-# Samples of the batch on which the model and its trace are compared.
-_OTHER_BATCH = 3
 
 
 def lipschitz_bound(model: nn.Module, input_shape: InputShape) -> float:
@@ -146,12 +144,13 @@ class Analysis:
 
 
 @torch.no_grad()
-def analyse(model: nn.Module, input_shape: InputShape, *, compare: bool = True) -> Analysis:
+def analyse(model: nn.Module, input_shape: InputShape, *, batch: int = BATCH, compare: bool = True) -> Analysis:
     """Trace a network and bound all that it computes; see ``lipschitz_bound``.
 
     Args:
         model: not changed.
         input_shape: as for ``lipschitz_bound``.
+        batch: samples of the batch that is traced, at least 2: these tell whether the samples of a batch mix.
         compare: whether to run the model on random inputs, and see that it is what was traced.
 
     >>> found = ts.lipschitz.analyse(nn.Sequential(OrthoLinear(8, 6), nn.ReLU(), nn.Linear(6, 3)), (8,))
@@ -164,7 +163,7 @@ def analyse(model: nn.Module, input_shape: InputShape, *, compare: bool = True) 
     refuse_unreadable(model)
     like = input_like(model)
     with unchanged(model):
-        graph = _traced(model, shapes, like)
+        graph = _traced(model, shapes, like, batch)
     if not sum(leaf.numel() for leaf in graph.tensors):
         raise ValueError(f"{class_name(model)} returns no numbers for an input of shape {input_shape}")
     walk = Walk(graph)
@@ -172,32 +171,48 @@ def analyse(model: nn.Module, input_shape: InputShape, *, compare: bool = True) 
     if graph.tokens and any(_is_input(labels, graph) for labels in graph.outputs):
         raise NoRuleError("tokens that do not go to an embedding have no Lipschitz constant")
     for labels in graph.outputs:
-        if labels.ndim == 0 or labels.shape[0] != BATCH:
+        if labels.ndim == 0 or labels.shape[0] != batch:
             raise NoRuleError(
                 f"{class_name(model)} moves or mixes the samples of a batch: it returns {tuple(labels.shape)} for a "
-                f"batch of {BATCH}"
+                f"batch of {batch}"
             )
-    places, gains = [], dict[int, float]()
-    for sample in range(BATCH):
-        alone = torch.arange(BATCH) == sample
-        chosen = [alone.double().view(-1, *(1,) * (labels.ndim - 1)).expand(labels.shape) for labels in graph.outputs]
-        weights, seen = walk.back(graph.outputs, chosen)
-        if any(bool((w[~alone] > 0).any()) for w in weights):
-            raise NoRuleError(
-                f"{class_name(model)} mixes the samples of a batch: what it returns for one depends on the others"
-            )
-        places.append(torch.cat([w[alone].flatten() for w in weights]))
-        gains = {call: max(gain, gains.get(call, 0.0)) for call, gain in seen.items()}
-    if not all(torch.allclose(each, places[0], rtol=1e-6, atol=0.0) for each in places):
+    weights, gains = _weights_of_samples(model, walk, graph)
+    if not all(torch.allclose(each, weights[0], rtol=1e-6, atol=0.0) for each in weights):
         raise NoRuleError(
             f"{class_name(model)} moves or mixes the samples of a batch: it amplifies more in one place than in another"
         )
-    bound = walk.rounded_up(min(math.sqrt(max(float(each.max()) for each in places)), walk.bound(graph.outputs)))
+    bound = walk.rounded_up(min(math.sqrt(max(float(each.max()) for each in weights)), walk.bound(graph.outputs)))
     found = Analysis(bound, graph, walk, gains)
     if compare:
         with unchanged(model):
             _compare(model, found, shapes, like)
     return found
+
+
+def _weights_of_samples(model: nn.Module, walk: Walk, graph: Graph) -> tuple[list[Tensor], dict[int, float]]:
+    """The weights of each sample's outputs on its own inputs, and the gain of each call on all outputs of a batch.
+
+    The outputs of half of the samples at a time are followed back, which must not lead to the other half. Any two
+    samples are in different halves once, if each bit of their numbers says which.
+
+    Raises:
+        NoRuleError: if samples mix.
+    """
+    numbers, gains = torch.arange(graph.batch), dict[int, float]()
+    samples: list[Tensor] = [torch.empty(0)] * graph.batch
+    for bit in range((graph.batch - 1).bit_length()):
+        for side in (0, 1):
+            half = (numbers >> bit & 1) == side
+            chosen = [half.double().view(-1, *(1,) * (out.ndim - 1)).expand(out.shape) for out in graph.outputs]
+            weights, seen = walk.back(graph.outputs, chosen)
+            if any(bool((w[~half] > 0).any()) for w in weights):
+                raise NoRuleError(
+                    f"{class_name(model)} mixes the samples of a batch: what it returns for one depends on the others"
+                )
+            for number in numbers[half].tolist():
+                samples[number] = torch.cat([w[number].flatten() for w in weights])
+            gains = {call: max(gain, gains.get(call, 0.0)) for call, gain in seen.items()}
+    return samples, gains
 
 
 def _is_input(labels: Tensor, graph: Graph) -> bool:
@@ -235,11 +250,11 @@ def _checked_shape(shape: Any, given: Any) -> Shape:
     return sizes
 
 
-def _traced(model: nn.Module, shapes: Any, like: Tensor) -> Graph:
+def _traced(model: nn.Module, shapes: Any, like: Tensor, batch: int) -> Graph:
     try:
-        return Tracer(model, like.dtype, is_leaf).trace(shapes, like.device, tokens=False)
+        return Tracer(model, like.dtype, is_leaf).trace(shapes, like.device, batch, tokens=False)
     except TakesTokens:
-        return Tracer(model, like.dtype, is_leaf).trace(shapes, like.device, tokens=True)
+        return Tracer(model, like.dtype, is_leaf).trace(shapes, like.device, batch, tokens=True)
 
 
 def random_inputs(graph: Graph, shapes: Any, like: Tensor, batch: int) -> Any:
@@ -258,14 +273,19 @@ def random_inputs(graph: Graph, shapes: Any, like: Tensor, batch: int) -> Any:
 
 
 def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> None:
-    """See that the model does with numbers, and another batch, what was traced.
+    """See that the model does with numbers, and batches of other sizes, what was traced.
 
     Raises:
         NoRuleError: if not.
     """
-    inputs = random_inputs(found.graph, shapes, like, _OTHER_BATCH)
+    batch = found.graph.batch
+    inputs = random_inputs(found.graph, shapes, like, batch + 1)
+
+    def each(change: Any) -> Any:
+        return {n: change(v) for n, v in inputs.items()} if isinstance(inputs, dict) else [change(v) for v in inputs]
+
     exact_model = ExactEvaluation(model, found.graph, found.gains)
-    followed, error = exact_model(inputs)
+    followed, error = exact_model(each(lambda v: v[:batch]))
     short = max((like.dtype, autocast_dtype(like) or like.dtype), key=lambda dtype: torch.finfo(dtype).eps)
     rounding = (error - exact_model.jumps) * torch.finfo(short).eps / torch.finfo(torch.float64).eps + exact_model.jumps
 
@@ -279,16 +299,13 @@ def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> No
             raise ValueError(f"{class_name(model)} fails on a batch that it was not traced with: {error}") from error
         return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
-    def each(change: Any) -> Any:
-        return {n: change(v) for n, v in inputs.items()} if isinstance(inputs, dict) else [change(v) for v in inputs]
-
     with torch.no_grad():
         plain, flipped, alone = called(inputs), called(each(lambda v: v.flip(0))), called(each(lambda v: v[:1]))
         if found.graph.writes:
-            given = each(lambda v: v.clone())
+            given = each(lambda v: v[:batch].clone())
             with CopiesAndWrites(tree_leaves(given)) as seen:
                 called(given, copy=False)
-            if seen.names != CopiesAndWrites.of(found.graph.sequence):
+            if seen.found != CopiesAndWrites.of(found.graph.steps):
                 raise NoRuleError(
                     f"{class_name(model)} writes into values that share memory with others when it is followed and do "
                     "not when it runs, or the other way round; write with clone() what is to be a copy"
@@ -298,9 +315,10 @@ def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> No
     exact = [leaf for leaf in tree_leaves(followed) if isinstance(leaf, Tensor)]
     reason = (
         f"{class_name(model)} returns other values when it runs than when it is followed; it must not depend on "
-        "whether it is traced or compiled, on gradients being recorded, or on anything but its input"
+        "whether it is traced or compiled, on gradients being recorded, on the size of the batch, or on anything but its "
+        "input"
     )
-    _refuse_difference(plain, exact, short, rounding, reason)
+    _refuse_difference([t[:batch] if t.ndim else t for t in plain], exact, short, rounding, reason)
     _refuse_difference(plain, graded, short, rounding, reason)
     depends = f"{class_name(model)} moves or mixes the samples of a batch: outputs depend on others, or on the place"
     first = plain if any(t.ndim == 0 for t in plain) else [t[:1] for t in plain]

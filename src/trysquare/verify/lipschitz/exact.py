@@ -17,50 +17,50 @@ from torch.utils._pytree import tree_leaves, tree_map
 from trysquare.verify.lipschitz.leaves import is_leaf
 from trysquare.verify.lipschitz.rules import RULES
 from trysquare.verify.lipschitz.shadow import (
-    BATCH,
     NoRuleError,
+    Place,
     Shadow,
+    Step,
     Traced,
     address,
     class_name,
-    convolution_layout,
     input_like,
+    laid_out,
     leaves_of,
     mapped,
+    paired,
     plain_structure,
     run,
+    same_numbers,
+    user_line,
 )
-from trysquare.verify.lipschitz.trace import Graph, Node, Value
-
-# Calls that return as many tensors as sizes say.
-_VARIABLE = frozenset(f"aten::{name}" for name in ("split", "split_with_sizes", "unbind", "unsafe_split"))
-
-
-# Calls that torch makes, or not, by how numbers lie in memory.
-_LAYOUT = frozenset(["alias", "clone", "contiguous", "view", "_reshape_alias", "_unsafe_view"])
+from trysquare.verify.lipschitz.trace import Graph, Node
 
 
 class Evaluator(Shadow):
     """Evaluates a model in float64, whatever its dtype: the payload is numbers.
+
+    Each step must be that of the trace: the same call, on values from the same memory, with the same constants. So
+    what is evaluated is the very function that was traced, whatever the model does between two passes.
 
     Weights are those that the model uses, rounded as it rounds them; values are not rounded to anything but float64.
 
     Args:
         model: what to evaluate.
         dtype: of its inputs.
-        is_leaf: as for the ``Tracer``.
+        graph: its trace, at the same size of the batch.
+        kept: constants of the trace by their ``id``, in float64 from the first pass on.
         observe: gets each call that computes, and each leaf after what it computes inside, as the ``Tracer`` sees
             them: name, arguments and results in float64.
     """
 
     def __init__(
-        self, model: nn.Module, dtype: torch.dtype, is_leaf: Callable[[nn.Module], bool],
-        observe: Callable[[str, dict[str, Any], list[Tensor]], None],
+        self, model: nn.Module, dtype: torch.dtype, graph: Graph, kept: dict[int, Tensor | None],
+        observe: Callable[[dict[str, Any], list[Tensor]], None],
     ) -> None:  # fmt: skip
         super().__init__(model, dtype, is_leaf)
-        self.observe = observe
-        self.kept: dict[Any, tuple[Tensor, Tensor]] = {}  # constants in float64
-        self.dtypes: dict[Any, Any] = {}  # of what calls return
+        self.observe, self.kept, self.graph = observe, kept, graph
+        self.left, self.left_shapes = iter(graph.steps), iter(graph.shapes)
 
     def evaluate(self, inputs: Any) -> Any:
         """What the model returns for one input tensor, a list or a dictionary of them, in float64."""
@@ -68,7 +68,7 @@ class Evaluator(Shadow):
         def made(tensor: Tensor) -> Traced:
             values = tensor.detach().cpu()
             values = values.to(torch.float64, copy=True) if values.is_floating_point() else values.clone()
-            return Traced(values.contiguous(), tensor.dtype, tensor.device)
+            return self.noted(Traced(values.contiguous(), tensor.dtype, tensor.device))
 
         named = isinstance(inputs, dict)
         args = [] if named else [made(tensor) for tensor in ([inputs] if isinstance(inputs, Tensor) else inputs)]
@@ -77,18 +77,61 @@ class Evaluator(Shadow):
         def value(leaf: Any) -> Any:
             return leaf if (payload := self.payload(leaf)) is None else payload
 
-        return tree_map(value, plain_structure(run(self, args, kwargs)))
+        result = self.step("return", plain_structure(run(self, args, kwargs)))
+        return tree_map(value, result)
+
+    def step(self, name: str, args: Any) -> Any:
+        """See that a step is that of the trace; returns its arguments with the constants of the trace."""
+        expected = next(self.left, Step("end", None, "the end of the pass"))
+        same_call = expected.name == name
+        if not same_call or (different := self._difference(args, expected.args)):
+            what = different if same_call else f"it calls {name.split('.')[0]}"
+            raise NoRuleError(
+                f"{class_name(self.model)} does not do the same for every batch of {self.graph.batch}: {what} "
+                f"({user_line()}); it did {expected.base} ({expected.line}) when it was traced"
+            )
+        return self._with_constants(args, expected.args)
+
+    def _difference(self, args: Any, expected: Any) -> str:
+        """How arguments differ from those of the trace, if they do."""
+        if isinstance(args, list | tuple) and isinstance(expected, list | tuple) and type(expected) is not Place:
+            if len(args) != len(expected):
+                return "arguments are others"
+            return next(filter(None, map(self._difference, args, expected)), "")
+        if isinstance(args, dict) and isinstance(expected, dict):
+            return (
+                "arguments are others"
+                if args.keys() != expected.keys()
+                else self._difference(list(args.values()), [expected[name] for name in args])
+            )
+        if (payload := self.payload(args)) is not None:
+            same = isinstance(expected, Place) and self.place(payload, args.dtype) == expected
+            return "" if same else "it takes values from somewhere else"
+        if isinstance(args, Tensor):
+            same = isinstance(expected, Tensor) and same_numbers(args.detach(), expected)
+        else:
+            same = type(args) is type(expected) and repr(args) == repr(expected)  # also where nan is not nan
+        return "" if same else "a constant is another one"
+
+    def _with_constants(self, args: Any, expected: Any) -> Any:
+        if isinstance(args, list | tuple):
+            return type(args)([self._with_constants(*pair) for pair in zip(args, expected, strict=True)])
+        if isinstance(args, dict):
+            return {name: self._with_constants(value, expected[name]) for name, value in args.items()}
+        return expected if isinstance(args, Tensor) and isinstance(expected, Tensor) else args
+
+    def shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the trace knows."""
+        return next(self.left_shapes)
 
     def lifted(self, constant: Tensor) -> Tensor:
-        """A constant in float64, which is kept for other batches unless the model makes it anew at every pass."""
-        exact = torch.float64 if constant.dtype != torch.bool else torch.bool
-        if constant.is_inference() or self._is_new(constant):
-            return constant.detach().to("cpu", exact)
-        layout = constant.dtype, constant.shape, constant.stride(), constant.storage_offset()
-        key = address(constant), constant._version, layout
-        if key not in self.kept:
-            self.kept[key] = constant, constant.detach().to("cpu", exact)
-        return self.kept[key][1]
+        """A constant in float64; those of the trace are kept for other batches."""
+        if (known := self.kept.get(id(constant))) is not None:
+            return known
+        lifted = constant.to("cpu", torch.bool if constant.dtype == torch.bool else torch.float64)
+        if id(constant) in self.kept:
+            self.kept[id(constant)] = lifted
+        return lifted
 
     def number(self, value: Any) -> Any:
         """The number itself."""
@@ -96,31 +139,25 @@ class Evaluator(Shadow):
 
     def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call a module, and observe it if it is a leaf."""
-        leaf = self.keeps_whole(module, args, kwargs)
-        inputs = [part for arg in args if (part := self.payload(arg)) is not None] if leaf else []
-        self.inside += leaf
+        if not self.keeps_whole(module, args, kwargs):
+            return super().call_module(module, args, kwargs)
+        self.step("module", [self.path[-1].name, *args])
+        inputs = [part for arg in args if (part := self.payload(arg)) is not None]
+        self.inside += 1
         result = super().call_module(module, args, kwargs)
-        self.inside -= leaf
-        made = self.payload(result) if leaf else None
-        shared = {part.untyped_storage()._cdata for part in inputs}
-        if made is not None and made.untyped_storage()._cdata not in shared:
-            self.observe("leaf", {str(i): part for i, part in enumerate(inputs)}, [made])
-        return result
+        self.inside -= 1
+        made = self.payload(result)
+        if made is None or address(made) in {address(part) for part in inputs}:
+            return result
+        self.step("end of module", [result])
+        self.observe({str(i): part for i, part in enumerate(inputs)}, [made])
+        copied = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype).copy_(made)
+        return self.noted(Traced(copied, result.dtype, result.device))
 
     def _check_cast(self, value: Tensor, dtype: torch.dtype) -> None:
         """The trace has seen all casts."""
 
-    def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a call returns: asked for once, since only dtypes are of interest, which depend on dtypes alone."""
-        kinds = tuple((t.dtype, t.ndim == 0) for t in leaves_of(args, kwargs) if isinstance(t, Tensor))
-        key = func, kinds, kwargs.get("dtype"), len(args[0]) if isinstance(args[0], list | tuple) else 0
-        if func._schema.name in _VARIABLE:
-            return super()._shapes(func, args, kwargs)
-        if key not in self.dtypes:
-            self.dtypes[key] = super()._shapes(func, args, kwargs)
-        return self.dtypes[key]
-
-    def compute(self, op: str, func: Any, args: Any, kwargs: Any) -> Any:
+    def compute(self, op: str, func: Any, args: Any, kwargs: Any, like: Any) -> Any:
         """Compute in float64."""
 
         def longer(value: Any) -> Any:
@@ -133,45 +170,10 @@ class Evaluator(Shadow):
             # Twice as fast in float64 on a processor, where torch unfolds the input.
             exact = (exact[0].contiguous(memory_format=torch.channels_last), *exact[1:])
         result = func(*exact, **options)
-        if op == "convolution":  # what torch calls next may depend on strides
-            layout = convolution_layout(args[0], args[1])
-            result = result.contiguous(memory_format=layout)
-            if layout is torch.contiguous_format:
-                result = result.flatten().view(result.shape)
         names = [argument.name for argument in func._schema.arguments]
         tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
-        self.observe(op, dict(zip(names, exact, strict=False)) | options, tensors)
-        return result
-
-
-def _check_constants(node: Node, args: dict[str, Any], seen: dict[Any, Any]) -> None:
-    """Refuse constants that are others than they were in the trace; what was ``seen`` before is not looked at again."""
-    for name, value in args.items():
-        if isinstance(value, Tensor) and seen.get((id(node), name)) is value:
-            continue
-        if node.op == "leaf" or name == "noise" or _same_constant(node.args.get(name), value):
-            if isinstance(value, Tensor) and not isinstance(node.args.get(name), Value):
-                seen[id(node), name] = value
-        else:
-            raise NoRuleError(
-                f"{node.where()}: its constant {name!r} is not the same at every pass, or depends on the size of the "
-                "batch: it is not a fixed function"
-            )
-
-
-def _same_constant(traced: Any, seen: Any) -> bool:
-    """Whether an argument that does not depend on the input is the same for a batch of another size."""
-    if isinstance(traced, Value) or traced is None or isinstance(seen, str | torch.dtype | torch.device):
-        return True
-    if isinstance(traced, Tensor) and isinstance(seen, Tensor):
-        if traced.ndim and traced.shape != seen.shape and traced.shape[1:] == seen.shape[1:]:
-            traced = traced[:1].expand(seen.shape)  # the same for every sample of the batch
-        wide = torch.complex128 if traced.is_complex() else torch.float64
-        one, two = traced.detach().to("cpu", wide), seen.to("cpu", wide)
-        return one.shape == two.shape and torch.equal(one.nan_to_num(), two.nan_to_num())
-    if isinstance(traced, list | tuple) and isinstance(seen, list | tuple):
-        return len(traced) == len(seen) and all(map(_same_constant, traced, seen))
-    return isinstance(traced, Tensor) or isinstance(seen, Tensor) or traced == seen
+        self.observe(dict(zip(names, exact, strict=False)) | options, tensors)
+        return paired(laid_out, result, like)
 
 
 def all_calls(nodes: list[Node]) -> list[Node]:
@@ -205,53 +207,30 @@ class ExactEvaluation:
     def __init__(self, model: nn.Module, graph: Graph, gains: dict[int, float]) -> None:
         self.model, self.graph, self.gains = model, graph, gains
         self.calls = all_calls(graph.nodes)
-        self.seen: dict[Any, Any] = {}  # constants that are those of the trace
         self.dtype = input_like(model).dtype
-        self.kept: dict[Any, Any] = {}
-        self.dtypes: dict[Any, Any] = {}
+        constants = (leaf for step in graph.steps for leaf in leaves_of(step.args) if isinstance(leaf, Tensor))
+        self.kept: dict[int, Tensor | None] = dict.fromkeys(map(id, constants))
         self.jumps = 0.0  # of the error of the last batch, what jumps of functions add
 
     def __call__(self, inputs: Tensor) -> tuple[Any, float]:
         """Results of a batch in float64, and how far they are from the exact ones at most (l2, all together).
 
         Raises:
-            NoRuleError: if the model makes other calls than it was analysed for.
+            NoRuleError: if the model does something else than it was analysed for.
+            ValueError: if the batch has another size than what was analysed.
         """
+        batch = len(next(iter(tree_leaves(inputs))))
+        if batch != self.graph.batch:
+            raise ValueError(f"a batch of {batch} must be of {self.graph.batch}, the size that the model was traced at")
         left = iter(self.calls)
         error, self.jumps = 0.0, 0.0
 
-        def observe(op: str, args: dict[str, Any], out: list[Tensor]) -> None:
+        def observe(args: dict[str, Any], out: list[Tensor]) -> None:
             nonlocal error
-            node = next(left, None)
-            if node is None or node.op != op:
-                raise NoRuleError(
-                    f"{class_name(self.model)} makes other calls for this batch than for one of {BATCH}: it does not "
-                    "treat the samples one by one"
-                )
-            _check_constants(node, args, self.seen)
-            error += self._contribution(node, args, out)
+            error += self._contribution(next(left), args, out)
 
-        evaluator = Evaluator(self.model, self.dtype, is_leaf, observe)
-        evaluator.kept, evaluator.dtypes = self.kept, self.dtypes
-        result = evaluator.evaluate(inputs)
-        self._check_sequence(evaluator.sequence, len(next(iter(tree_leaves(inputs)))))
+        result = Evaluator(self.model, self.dtype, self.graph, self.kept, observe).evaluate(inputs)
         return result, error * (1 + 1e-9)
-
-    def _check_sequence(self, sequence: list[tuple[str, int]], batch: int) -> None:
-        """Refuse a batch for which the model moves other numbers than it was analysed for."""
-        known = self.graph.sequence
-        if not self.graph.writes:  # whether something is copied or shared, by its layout, makes no difference
-            known, sequence = ([call for call in calls if call[0] not in _LAYOUT] for calls in (known, sequence))
-        same = len(sequence) == len(known)
-        for (name, size), (expected, before) in zip(sequence, known, strict=False):
-            # What takes a part of the batch may return as many numbers for each.
-            same = same and name == expected and (size * BATCH == before * batch or size == before)
-        if not same:
-            raise NoRuleError(
-                f"{class_name(self.model)} copies memory in one pass and shares it in another, by its layout, or makes "
-                f"other calls for this batch of {batch} than for one of {BATCH}: it does not treat the samples one by "
-                "one, or cannot be followed; write with clone() what is to be a copy"
-            )
 
     def _contribution(self, node: Node, args: dict[str, Any], out: list[Tensor]) -> float:
         """What the rounding of one call adds to the error of the results: infinite where that is not known."""

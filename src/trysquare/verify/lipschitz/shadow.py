@@ -71,7 +71,7 @@ _ESCAPES = frozenset(
     [
         Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage,
         Tensor.__dlpack__, Tensor.__reduce_ex__, Tensor.share_memory_, Tensor.set_, Tensor.apply_, Tensor.map_,
-        Tensor.map2_,
+        Tensor.map2_, Tensor.__repr__,
     ]
 )  # fmt: skip
 
@@ -100,6 +100,9 @@ class Traced(Tensor):
         return made  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:  # type: ignore[override]
+        shadow: Shadow | None = getattr(_ACTIVE, "shadow", None)
+        if shadow is not None and not shadow.looking:
+            raise NoRuleError(f"it prints values that depend on the input ({user_line()}), which cannot be followed")
         return f"Traced({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
@@ -134,7 +137,7 @@ def leaves_of(*values: Any) -> Iterator[Any]:
             yield from leaves_of(*value)
         elif kind is dict:
             yield from leaves_of(*value.values())
-        elif isinstance(value, list | tuple):  # what torch returns with names
+        elif isinstance(value, list | tuple) and kind is not Place:  # what torch returns with names
             yield from leaves_of(*value)
         else:
             yield value
@@ -147,6 +150,44 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, dict):
         return {name: mapped(change, part) for name, part in value.items()}
     return change(value)
+
+
+class Place(NamedTuple):
+    """Where a value lies: two passes that compute the same have the same places.
+
+    Attributes:
+        storage: number of its memory, in the order in which a pass made it.
+    """
+
+    storage: int
+    offset: int
+    shape: Shape
+    stride: Shape
+    dtype: torch.dtype
+
+    @property
+    def layout(self) -> tuple[int, Shape, list[int]]:
+        """What a run of the model itself has in common with one that is followed."""
+        return self.offset, self.shape, [step for step, size in zip(self.stride, self.shape, strict=True) if size > 1]
+
+
+class Step(NamedTuple):
+    """A call on values, or another event of a pass.
+
+    Attributes:
+        name: of ATen's function with its overload, or of the event.
+        args: its arguments: of what depends on the input its ``Place``, everything else as it was.
+        line: file, line and source of the code that made it.
+    """
+
+    name: str
+    args: Any
+    line: str
+
+    @property
+    def base(self) -> str:
+        """Name without the overload."""
+        return self.name.split(".")[0]
 
 
 class _Memory:
@@ -203,8 +244,8 @@ class Shadow(TorchDispatchMode):
         self.given: list[Shape] = []  # shapes of the inputs of the last of them
         self.looking = False
         self.inside = 0  # of how many leaves
-        self.sequence: list[tuple[str, int]] = []  # all calls on values, and how many numbers they return
-        self.writes = False  # whether any of them writes to where a value is
+        self.writes = False  # whether any call writes to where a value is
+        self._places: dict[int, tuple[int, Tensor]] = {}  # numbers of the memory of payloads, which stays alive
         # Torch's own casts are seen where autocast is off again already.
         self.around = autocast_dtype(input_like(model))
         self.autocast = self.around is not None
@@ -219,8 +260,16 @@ class Shadow(TorchDispatchMode):
         """The payload of a constant."""
         raise NotImplementedError
 
-    def compute(self, op: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """Carry out a call that computes; returns payloads in the structure of the result."""
+    def compute(self, op: str, func: Any, args: Any, kwargs: Any, like: Any) -> Any:
+        """Carry out a call that computes; returns payloads in the structure and layout of ``like``."""
+        raise NotImplementedError
+
+    def step(self, name: str, args: Any) -> Any:
+        """Take note of a step, or see that it is the expected one; returns the arguments to take it with."""
+        raise NotImplementedError
+
+    def shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a call returns, without numbers."""
         raise NotImplementedError
 
     def number(self, value: Any) -> Any:
@@ -250,7 +299,7 @@ class Shadow(TorchDispatchMode):
             return None
         before, self.looking = self.looking, True
         try:
-            if not _has_memory(value):
+            if not has_memory(value):
                 return None
             if (memory := self._written.get(address(value))) is not None:
                 return memory.window(value)
@@ -264,6 +313,21 @@ class Shadow(TorchDispatchMode):
             return None
         finally:
             self.looking = before
+
+    def place(self, payload: Tensor, dtype: torch.dtype) -> Place:
+        """Where a payload lies."""
+        storage = address(payload)
+        if storage not in self._places:
+            self._places[storage] = len(self._places), payload
+        number = self._places[storage][0]
+        return Place(number, payload.storage_offset(), tuple(payload.shape), payload.stride(), dtype)
+
+    def noted(self, made: Any) -> Any:
+        """Results of a step, whose memory gets its numbers now."""
+        for leaf in leaves_of(made):
+            if (payload := self.payload(leaf)) is not None:
+                self.place(payload, leaf.dtype)
+        return made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before, self.looking = self.looking, True
@@ -303,15 +367,16 @@ class Shadow(TorchDispatchMode):
             )
         in_place = bool(written) and base.endswith("_") and not base.startswith("__")
         op = base[:-1] if in_place else base
-        if op in FACTS:
-            self.sequence.append((base, 0))
-            return self._fact(func, args, kwargs)
-        if written and (not in_place or len(written) > 1 or written[0] is not args[0]):
+        if written and op not in FACTS and (not in_place or len(written) > 1 or written[0] is not args[0]):
             raise NoRuleError(f"{func} writes into out=..., which has no rule ({user_line()}); leave out= away")
-        made = self._write(op, func, args, kwargs) if in_place else self._fresh(op, func, args, kwargs)
-        counted = made[0] if isinstance(made, tuple) else made  # the others are positions and statistics
-        self.sequence.append((base, sum(leaf.numel() for leaf in leaves_of(counted) if isinstance(leaf, Tensor))))
-        return made
+        if in_place and self.payload(args[0]) is None:
+            self._place(args[0])
+        if _nothing_drawn(func, args):  # the noise is memory that nothing was written into
+            args = (args[0], torch.zeros_like(args[1]), *args[2:])
+        args, kwargs = self.step(f"{base}.{func._overloadname}", (args, kwargs))
+        if op in FACTS:
+            return self._fact(func, args, kwargs)
+        return self.noted(self._write(op, func, args, kwargs) if in_place else self._fresh(op, func, args, kwargs))
 
     def _constant(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
         """A call that has nothing to do with the input: carried out, unless it is not the same at every pass."""
@@ -323,16 +388,16 @@ class Shadow(TorchDispatchMode):
         if func._schema.name == "aten::view" and func._overloadname == "dtype":
             self.give_away(args[0])
         result = func(*args, **kwargs)
-        known = {address(t) for t in leaves_of(args, kwargs) if isinstance(t, Tensor) and _has_memory(t)}
+        known = {address(t) for t in leaves_of(args, kwargs) if isinstance(t, Tensor) and has_memory(t)}
         for tensor in leaves_of(result):
-            if isinstance(tensor, Tensor) and _has_memory(tensor) and (place := address(tensor)) not in known:
+            if isinstance(tensor, Tensor) and has_memory(tensor) and (place := address(tensor)) not in known:
                 self._created[place] = StorageWeakRef(tensor.untyped_storage())
                 (self._raw.add if "empty" in func._schema.name else self._raw.discard)(place)
         return result
 
     def give_away(self, tensor: Tensor) -> None:
         """Note that somebody can reach the memory of a plain tensor past torch: no value may be written there."""
-        if self.payload(tensor) is None and _has_memory(tensor):
+        if self.payload(tensor) is None and has_memory(tensor):
             self._given_away[address(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     def _refuse_chance(self, func: Any, args: Any) -> None:
@@ -341,13 +406,13 @@ class Shadow(TorchDispatchMode):
 
     def _is_new(self, tensor: Tensor) -> bool:
         """Whether the model made this memory during this pass."""
-        if not _has_memory(tensor):
+        if not has_memory(tensor):
             return False
         reference = self._created.get(address(tensor))
         return reference is not None and not reference.expired()
 
     def _writes_into(self, tensor: Tensor) -> str:
-        found = _name_of(self.model, tensor) if _has_memory(tensor) else None
+        found = _name_of(self.model, tensor) if has_memory(tensor) else None
         owner = f"its tensor {found!r}" if found else "a tensor that it did not make in this pass"
         return (
             f"the forward pass writes into {owner} ({user_line()}), so that it is not a fixed function; call "
@@ -373,15 +438,17 @@ class Shadow(TorchDispatchMode):
             return self._cast(args[0], kwargs)
         if op == "view" and func._overloadname == "dtype":
             raise NoRuleError(f"it reads the same bits as other numbers ({user_line()}), which is not Lipschitz")
-        like = self._shapes(func, args, kwargs)
+        like = self.shapes(func, args, kwargs)
         given = next(t for t in leaves_of(args, kwargs) if self.payload(t) is not None)
         for part in leaves_of(like):
             if isinstance(part, Tensor) and part.is_floating_point() and given.is_floating_point():
                 self._check_cast(given, part.dtype)
         if op in MOVES and self._moves(op, func, args):
             made = self.move(func, args, kwargs)
+            if "upsample_nearest" in op:
+                made = laid_out(made, like)
         else:
-            made = self.compute(op, func, args, kwargs)
+            made = self.compute(op, func, args, kwargs, like)
         return paired(lambda payload, meta: Traced(payload, meta.dtype, given.device), made, like)
 
     def _moves(self, op: str, func: Any, args: Any) -> bool:
@@ -480,8 +547,6 @@ class Shadow(TorchDispatchMode):
                 f"it writes into a view that holds some numbers several times ({user_line()}), one after another; "
                 "write into a clone()"
             )
-        if not isinstance(target, Traced) and not self._is_new(target):
-            raise NoRuleError(self._writes_into(target))
         for source in leaves_of(args[1:], kwargs):
             if self.payload(source) is not None and source.is_floating_point() and source.dtype != target.dtype:
                 self._check_cast(source, target.dtype)
@@ -501,16 +566,18 @@ class Shadow(TorchDispatchMode):
             functional = getattr(getattr(torch.ops.aten, op, None), func._overloadname, None)
             if functional is None:
                 raise NoRuleError(f"{func} has no rule ({user_line()})")
-            self._shapes(func, args, kwargs)
+            like = self.shapes(func, args, kwargs)
             moves = op in MOVES and self._moves(op, func, args)
-            made = self.move(functional, args, kwargs) if moves else self.compute(op, functional, args, kwargs)
-        self._place(target).copy_(made)
+            made = self.move(functional, args, kwargs) if moves else self.compute(op, functional, args, kwargs, like)
+        place = self.payload(target)
+        assert place is not None
+        place.copy_(made)
         return target
 
-    def _place(self, target: Tensor) -> Tensor:
-        """Payload to write to; a plain tensor has one from its first value that depends on the input on."""
-        if (payload := self.payload(target)) is not None:
-            return payload
+    def _place(self, target: Tensor) -> None:
+        """Give a plain tensor a payload: a value that depends on the input is about to be written there."""
+        if not self._is_new(target):
+            raise NoRuleError(self._writes_into(target))
         known = self._given_away.get(address(target))
         if known is not None and not known.expired():
             raise NoRuleError(
@@ -519,17 +586,17 @@ class Shadow(TorchDispatchMode):
             )
         storage = target.untyped_storage()
         whole = torch.empty(0, dtype=target.dtype, device=target.device).set_(storage)  # type: ignore[call-overload]
-        payload = self._moved(whole)
-        payload = payload.clone() if payload.data_ptr() == whole.data_ptr() else payload
-        if address(target) in self._raw and payload.is_floating_point():
+        raw = address(target) in self._raw
+        payload = self._moved(whole if raw else self.step("memory", whole)).clone()
+        if raw and payload.is_floating_point():
             payload.fill_(float("nan"))
-        self._written[address(target)] = memory = _Memory(payload, whole)
+        self._written[address(target)] = _Memory(payload, whole)
+        self.place(payload, target.dtype)
         if whole.is_floating_point():
             whole.fill_(float("nan"))  # nobody may compute with what is no longer true
-        return memory.window(target)
 
-    def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a call returns, without numbers: the error of torch's own where arguments do not fit."""
+    def torchs_shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What torch returns, on its meta device: its own error where arguments do not fit."""
 
         def meta(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -599,7 +666,18 @@ def convolution_layout(x: Tensor, weight: Tensor) -> torch.memory_format:
     return last if known else torch.contiguous_format  # type: ignore[return-value]
 
 
-def _has_memory(tensor: Tensor) -> bool:
+def same_numbers(one: Tensor, two: Tensor) -> bool:
+    """Whether two tensors are the same, bit by bit but for zeros' signs; nan is the same as nan."""
+    if one.shape != two.shape or one.dtype != two.dtype or one.device != two.device or one.layout != two.layout:
+        return False
+    if one.is_complex():
+        one, two = one.resolve_conj(), two.resolve_conj()
+    floating = one.is_floating_point() or one.is_complex()
+    return torch.equal(one, two) or (floating and torch.allclose(one, two, rtol=0.0, atol=0.0, equal_nan=True))
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is a plain one, with numbers of its own."""
     return type(tensor) is not Traced and tensor.layout == torch.strided and not tensor.is_meta
 
 
@@ -623,9 +701,16 @@ def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 def _name_of(model: nn.Module, tensor: Tensor) -> str | None:
     for path, module in model.named_modules():
         for name, value in {**module.__dict__, **module._buffers, **module._parameters}.items():
-            if isinstance(value, Tensor) and _has_memory(value) and address(value) == address(tensor):
+            if isinstance(value, Tensor) and has_memory(value) and address(value) == address(tensor):
                 return f"{path}.{name}" if path else name
     return None
+
+
+def laid_out(payload: Tensor, like: Tensor) -> Tensor:
+    """A payload in memory of its own, with the strides of a tensor: views and copies depend on these."""
+    if payload.stride() == like.stride():
+        return payload
+    return torch.empty_strided(like.shape, like.stride(), dtype=payload.dtype).copy_(payload)
 
 
 def paired(wrap: Callable[[Tensor, Tensor], Any], made: Any, like: Any) -> Any:
@@ -725,10 +810,10 @@ def run(shadow: Shadow, args: Any, kwargs: Any) -> Any:
 
 
 class CopiesAndWrites(TorchDispatchMode):
-    """Notes which calls copy values or write to where they are, in a run of the model itself.
+    """Notes the calls that copy values or write to where they are, in a run of the model itself.
 
     Attributes:
-        names: of these calls; ``of`` has them of a trace.
+        found: names of these calls and layouts of the values among their arguments; ``of`` has them of a trace.
 
     Args:
         inputs: what the model is called with.
@@ -736,28 +821,41 @@ class CopiesAndWrites(TorchDispatchMode):
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self.found: list[tuple[str, Any]] = []
         self._values = {address(tensor): tensor for tensor in inputs}  # kept alive, so that addresses are their own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, _about(func)[0]
+        tensors = [t for t in leaves_of(args, kwargs) if isinstance(t, Tensor) and has_memory(t)]
+        values = [t for t in tensors if address(t) in self._values]
+        if not values:
+            return func(*args, **kwargs)
+        written = _written_arguments(func, args, kwargs)
+        if _copies_or_writes(name):
+            places = [
+                Place(0, t.storage_offset(), tuple(t.shape), t.stride(), t.dtype).layout
+                for t in tensors
+                if address(t) in self._values or any(t is target for target in written)
+            ]
+            self.found.append((name, places))
         result = func(*args, **kwargs)
-        given = (t for t in leaves_of(args, kwargs) if isinstance(t, Tensor) and _has_memory(t))
-        if any(address(tensor) in self._values for tensor in given):
-            made = [t for t in leaves_of(result) if isinstance(t, Tensor)]
-            for tensor in (*made, *_written_arguments(func, args, kwargs)):
-                if _has_memory(tensor):
-                    self._values[address(tensor)] = tensor
-            self.names += self.of([(_about(func)[0], 0)])
+        for tensor in (*leaves_of(result), *written):
+            if isinstance(tensor, Tensor) and has_memory(tensor):
+                self._values[address(tensor)] = tensor
         return result
 
     @staticmethod
-    def of(sequence: Sequence[tuple[str, int]]) -> list[str]:
-        """Names of the copies and writes among calls."""
-        names = (name for name, _ in sequence)
+    def of(steps: Sequence[Step]) -> list[tuple[str, Any]]:
+        """The copies and writes among the steps of a trace."""
         return [
-            name for name in names if name in ("clone", "_to_copy") or (name.endswith("_") and not name.startswith("_"))
+            (step.base, [leaf.layout for leaf in leaves_of(step.args) if isinstance(leaf, Place)])
+            for step in steps
+            if _copies_or_writes(step.base)
         ]
+
+
+def _copies_or_writes(name: str) -> bool:
+    return name in ("clone", "_to_copy") or (name.endswith("_") and not name.startswith("_"))
 
 
 class TakesTokens(Exception):  # noqa: N818

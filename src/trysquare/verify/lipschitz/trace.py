@@ -17,18 +17,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trysquare.verify.lipschitz.shadow import (
-    BATCH,
     Frame,
     NoRuleError,
     Shadow,
     Shape,
+    Step,
     TakesTokens,
     Traced,
+    address,
     class_name,
+    has_memory,
+    laid_out,
     leaves_of,
+    mapped,
     paired,
     plain_structure,
     run,
+    same_numbers,
     user_line,
 )
 
@@ -136,7 +141,8 @@ class Graph:
         result: what the model returned, with a ``Value`` for each tensor that depends on the input.
         tokens: whether the input is integers, which count as one-hot vectors.
         modules: first input and output of modules that take and return a tensor, by the number of the call.
-        sequence: names of all calls on values, those that move numbers too, and how many numbers each returned.
+        steps: everything that happened, in order: all calls on values, also those that move numbers.
+        shapes: what these calls returned, without numbers.
         writes: whether any of them writes to where a value is: what such a write reaches depends on whether the calls
             before it copied, or not.
     """
@@ -146,8 +152,14 @@ class Graph:
     result: Any = None
     tokens: bool = False
     modules: dict[int, tuple[Value, Value]] = field(default_factory=dict)
-    sequence: list[tuple[str, int]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    shapes: list[Any] = field(default_factory=list)
     writes: bool = False
+
+    @property
+    def batch(self) -> int:
+        """Samples of the batch that was traced."""
+        return self.inputs[0][1][0]
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -198,6 +210,15 @@ class Calls:
         return node if torch.equal(labels.reshape(-1), expected) else None
 
 
+def _copied(constant: Tensor) -> Tensor:
+    """A copy with the same strides: what torch calls next may depend on these."""
+    copied = constant.clone()
+    if not has_memory(constant) or copied.stride() == constant.stride() or not constant.numel():
+        return copied
+    reach = 1 + sum((n - 1) * step for n, step in zip(constant.shape, constant.stride(), strict=True))
+    return constant.as_strided((reach,), (1,)).clone().as_strided(constant.shape, constant.stride(), 0)
+
+
 class Tracer(Shadow):
     """Makes the graph of a model: the payload is labels.
 
@@ -211,31 +232,56 @@ class Tracer(Shadow):
         super().__init__(model, dtype, is_leaf)
         self.nodes: list[Node] = []
         self.modules: dict[int, tuple[Value, Value]] = {}
+        self.steps: list[Step] = []
+        self.known_shapes: list[Any] = []
         self.inputs_end = 0
         self._next = 1
+        self._constants: dict[Any, Tensor] = {}
 
-    def trace(self, shapes: Any, device: torch.device, tokens: bool) -> Graph:
+    def trace(self, shapes: Any, device: torch.device, batch: int, tokens: bool) -> Graph:
         """Run the model on a batch of inputs of these shapes (a list for several, a dictionary for named ones)."""
         inputs: list[tuple[int, Shape]] = []
 
         def made(shape: Shape) -> Traced:
-            labels, start = self._new((BATCH, *shape))
-            inputs.append((start, (BATCH, *shape)))
-            return Traced(labels, torch.int64 if tokens else self.dtype, device)
+            labels, start = self._new((batch, *shape))
+            inputs.append((start, (batch, *shape)))
+            return self.noted(Traced(labels, torch.int64 if tokens else self.dtype, device))
 
         args = [made(shape) for shape in shapes] if isinstance(shapes, list) else []
         kwargs = {name: made(shape) for name, shape in shapes.items()} if isinstance(shapes, dict) else {}
         self.inputs_end = self._next
 
         result = run(self, args, kwargs)
-        values = tree_map(self._value, plain_structure(result))
-        return Graph(self.nodes, inputs, values, tokens, self.modules, self.sequence, self.writes)
+        values = tree_map(self._value, self.step("return", plain_structure(result)))
+        return Graph(self.nodes, inputs, values, tokens, self.modules, self.steps, self.known_shapes, self.writes)
+
+    def step(self, name: str, args: Any) -> Any:
+        """Take note of a step; returns its arguments with constants as they are now."""
+        as_now = mapped(self._as_now, args)
+        places = mapped(lambda leaf: leaf if (p := self.payload(leaf)) is None else self.place(p, leaf.dtype), as_now)
+        self.steps.append(Step(name, places, user_line()))
+        return as_now
+
+    def _as_now(self, leaf: Any) -> Any:
+        """A constant as it is now, since it may be written to later; everything else as it is."""
+        if not isinstance(leaf, Tensor) or self.payload(leaf) is not None:
+            return leaf
+        plain = leaf.detach()
+        place = (address(plain), plain.storage_offset()) if has_memory(plain) else id(leaf)
+        key = place, plain.dtype, plain.shape, plain.stride()
+        if (known := self._constants.get(key)) is None or not same_numbers(known, plain):
+            known = self._constants[key] = _copied(plain)
+        return known
+
+    def shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What torch says, which is kept."""
+        self.known_shapes.append(self.torchs_shapes(func, args, kwargs))
+        return self.known_shapes[-1]
 
     def _value(self, leaf: Any) -> Any:
-        """A tensor as it is now; everything else as it is."""
+        """The labels of a tensor as they are now; everything else as it is."""
         if (payload := self.payload(leaf)) is None:
-            # What was made in this pass may be written to later.
-            return leaf.clone() if isinstance(leaf, Tensor) and self._is_new(leaf) else leaf
+            return leaf
         if bool(payload.isnan().any()):
             raise NoRuleError(
                 f"it uses memory that nothing was written into ({user_line()}): it is not a fixed function"
@@ -283,7 +329,7 @@ class Tracer(Shadow):
             )
         return super()._fresh(op, func, args, kwargs)
 
-    def compute(self, op: str, func: Any, args: Any, kwargs: Any) -> Any:
+    def compute(self, op: str, func: Any, args: Any, kwargs: Any, like: Any) -> Any:
         """A new node."""
         names = [argument.name for argument in func._schema.arguments]
         bound = dict(zip(names, args, strict=False)) | kwargs
@@ -298,7 +344,6 @@ class Tracer(Shadow):
                 "compared, torch.maximum, torch.minimum or clamp, or register its constant with "
                 "@trysquare.lipschitz.rule"
             )
-        like = self._shapes(func, args, kwargs)
         node = self._node(op, {name: tree_map(self._value, given) for name, given in bound.items()}, like)
         return paired(lambda part, _: part, self._payloads(node, like), like)
 
@@ -329,12 +374,12 @@ class Tracer(Shadow):
 
     @staticmethod
     def _payloads(node: Node, like: Any) -> Any:
-        """Labels of the results, with the strides that torch gives them: views and copies depend on these."""
+        """Labels of the results."""
         made = []
         tensors = (leaf for leaf in leaves_of(like) if isinstance(leaf, Tensor))
         for (start, shape), tensor in zip(node.outputs, tensors, strict=True):
             labels = torch.arange(start, start + _numel(shape), dtype=torch.float64).view(shape)
-            made.append(torch.empty_strided(shape, tensor.stride(), dtype=torch.float64).copy_(labels))
+            made.append(laid_out(labels, tensor))
         return made[0] if len(made) == 1 else made
 
     def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -348,6 +393,7 @@ class Tracer(Shadow):
                     self._note_move("move", inputs[0], made)
                 self.modules[self.path[-1].call] = Value(inputs[0]), Value(made.clone())
             return result
+        self.step("module", [self.path[-1].name, *args])
         values = [Value(arg_payload.clone()) for arg in args if (arg_payload := self.payload(arg)) is not None]
         outer, self.nodes = self.nodes, []
         self.inside += 1
@@ -366,4 +412,5 @@ class Tracer(Shadow):
         shapes = [tuple(arg.shape) for arg in args]
         node = self._node("leaf", {"inputs": values, "shapes": shapes, "dtype": args[0].dtype}, result)
         node.inner, node.inner_labels = inner, [result.payload.clone()]
-        return Traced(self._payloads(node, result), result.dtype, result.device)
+        self.step("end of module", [result])
+        return self.noted(Traced(self._payloads(node, result), result.dtype, result.device))
