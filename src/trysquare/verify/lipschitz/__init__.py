@@ -315,8 +315,8 @@ def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> No
     exact = [leaf for leaf in tree_leaves(followed) if isinstance(leaf, Tensor)]
     reason = (
         f"{class_name(model)} returns other values when it runs than when it is followed; it must not depend on "
-        "whether it is traced or compiled, on gradients being recorded, on the size of the batch, or on anything but its "
-        "input"
+        "whether it is traced or compiled, on gradients being recorded, on the size of the batch, or on anything but "
+        "its input"
     )
     _refuse_difference([t[:batch] if t.ndim else t for t in plain], exact, short, rounding, reason)
     _refuse_difference(plain, graded, short, rounding, reason)

@@ -320,7 +320,7 @@ class Shadow(TorchDispatchMode):
         if storage not in self._places:
             self._places[storage] = len(self._places), payload
         number = self._places[storage][0]
-        return Place(number, payload.storage_offset(), tuple(payload.shape), payload.stride(), dtype)
+        return Place(number, int(payload.storage_offset()), tuple(payload.shape), payload.stride(), dtype)
 
     def noted(self, made: Any) -> Any:
         """Results of a step, whose memory gets its numbers now."""
@@ -833,7 +833,7 @@ class CopiesAndWrites(TorchDispatchMode):
         written = _written_arguments(func, args, kwargs)
         if _copies_or_writes(name):
             places = [
-                Place(0, t.storage_offset(), tuple(t.shape), t.stride(), t.dtype).layout
+                Place(0, int(t.storage_offset()), tuple(t.shape), t.stride(), t.dtype).layout
                 for t in tensors
                 if address(t) in self._values or any(t is target for target in written)
             ]
