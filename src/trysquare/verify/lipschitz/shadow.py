@@ -610,6 +610,13 @@ class Shadow(TorchDispatchMode):
                     return value if self.payload(value) is None else torch.empty(value.shape, dtype=value.dtype)
                 return value
 
+        elif func._schema.name.startswith("aten::_fft"):
+            # The meta device lays out the result in another way than any other device.
+            def meta(value: Any) -> Any:  # type: ignore[no-redef]
+                if isinstance(value, Tensor):
+                    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+                return value
+
         result = func(*mapped(meta, tuple(args)), **mapped(meta, kwargs))
         if func._schema.name == "aten::convolution":
             result = result.contiguous(memory_format=convolution_layout(args[0], args[1]))
