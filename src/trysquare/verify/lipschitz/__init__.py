@@ -28,6 +28,7 @@ from trysquare.verify.lipschitz.shadow import (
     class_name,
     input_like,
     refuse_unreadable,
+    same_numbers,
     unchanged,
 )
 from trysquare.verify.lipschitz.trace import Calls, Graph, Node, Tracer, Value
@@ -60,7 +61,7 @@ def lipschitz_bound(model: nn.Module, input_shape: InputShape) -> float:
     Proved: for all inputs ``x``, ``y`` of this shape, ``|f(x) - f(y)| <= bound * |x - y|`` for the recorded calls with
     the weights that the forward pass uses, in exact arithmetic, and that the samples of a batch do not mix. The
     rounding of the forward pass in its dtype is not included. That the model makes the same calls for every batch is
-    seen on random inputs. What has no rule raises; nothing is taken to be 1 in silence.
+    seen on random inputs, and checked by ``certify`` for each batch that it certifies. What has no rule raises; nothing is taken to be 1 in silence.
 
     A network that starts with an embedding takes tokens: its constant is that with respect to one-hot vectors over
     the vocabulary, so that changing ``k`` tokens changes the output by at most ``bound * sqrt(2 k)``.
@@ -166,7 +167,22 @@ def analyse(model: nn.Module, input_shape: InputShape, *, batch: int = BATCH, co
         graph = _traced(model, shapes, like, batch)
     if not sum(leaf.numel() for leaf in graph.tensors):
         raise ValueError(f"{class_name(model)} returns no numbers for an input of shape {input_shape}")
-    walk = Walk(graph)
+    bound, walk, gains = _bounded(model, graph)
+    found = Analysis(bound, graph, walk, gains)
+    if compare:
+        with unchanged(model):
+            _compare(model, found, shapes, like)
+            _refuse_other_sizes(model, found, _traced(model, shapes, like, BATCH if batch > BATCH else batch + 1))
+    return found
+
+
+def _bounded(model: nn.Module, graph: Graph) -> tuple[float, Walk, dict[int, float]]:
+    """The bound of what was traced, the walk that found it, and the gain of each call.
+
+    Raises:
+        NoRuleError: if there is none, or the samples of the batch are not apart.
+    """
+    batch, walk = graph.batch, Walk(graph)
     walk.forward()
     if graph.tokens and any(_is_input(labels, graph) for labels in graph.outputs):
         raise NoRuleError("tokens that do not go to an embedding have no Lipschitz constant")
@@ -182,11 +198,35 @@ def analyse(model: nn.Module, input_shape: InputShape, *, batch: int = BATCH, co
             f"{class_name(model)} moves or mixes the samples of a batch: it amplifies more in one place than in another"
         )
     bound = walk.rounded_up(min(math.sqrt(max(float(each.max()) for each in weights)), walk.bound(graph.outputs)))
-    found = Analysis(bound, graph, walk, gains)
-    if compare:
-        with unchanged(model):
-            _compare(model, found, shapes, like)
-    return found
+    return bound, walk, gains
+
+
+def _refuse_other_sizes(model: nn.Module, found: Analysis, graph: Graph) -> None:
+    """See that a batch of another size is computed with the same constants, or has the same bound.
+
+    Raises:
+        NoRuleError: if not.
+    """
+    if len(graph.nodes) == len(found.graph.nodes) and all(map(_same_call, graph.nodes, found.graph.nodes)):
+        return
+    other = _bounded(model, graph)[0]
+    if not math.isclose(other, found.bound, rel_tol=1e-6):
+        raise NoRuleError(
+            f"{class_name(model)} has a Lipschitz bound of {other:.6g} in batches of {graph.batch} and of "
+            f"{found.bound:.6g} in batches of {found.graph.batch}: what it computes depends on the size of the batch"
+        )
+
+
+def _same_call(one: Node, two: Node) -> bool:
+    """Whether two calls differ in nothing but the values that they are given."""
+
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return same_numbers(a, b)
+        return type(a) is type(b) and (isinstance(a, Value) or a is b or bool(a == b))
+
+    left, right = tree_leaves(one.args), tree_leaves(two.args)
+    return one.op == two.op and len(left) == len(right) and all(map(same, left, right))
 
 
 def _weights_of_samples(model: nn.Module, walk: Walk, graph: Graph) -> tuple[list[Tensor], dict[int, float]]:
