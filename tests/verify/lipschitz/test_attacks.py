@@ -1,8 +1,10 @@
 """Attacks on bounds and certificates that once succeeded: each as it was, with what it is now."""
 
 import contextlib
+import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -389,6 +391,48 @@ def test_a_batch_that_is_computed_in_another_way_is_refused(name):
 def test_a_model_that_changes_with_the_number_of_calls_is_refused():
     with pytest.raises(NoRuleError):
         ts.certify(_Counting(), (torch.randn(64, 3), torch.zeros(64, dtype=torch.long)), batch_size=2)
+
+
+class _Shifting(nn.Module):
+    """Something that it holds changes at the tenth batch, in a way that no version counter sees."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind, self.calls = nn.Linear(3, 3, bias=False), kind, 0
+        self.register_buffer("mask", torch.tensor([True, True, False]))
+        self.register_buffer("index", torch.tensor([0, 1, 2]))
+        self.numbers = np.ones(3, np.float32)
+        self.factors = itertools.chain([1.0] * 40, itertools.repeat(100.0))
+
+    def forward(self, x):
+        self.calls += 1
+        late, y = self.calls > 40, self.linear(x)
+        if self.kind == "data" and late:
+            self.linear.weight.data = 100 * torch.eye(3)
+        if self.kind == "numpy" and late:
+            self.linear.weight.detach().numpy()[:] = 100.0
+        if self.kind == "mask":
+            return torch.where(~self.mask if late else self.mask, y, 100 * y)
+        if self.kind == "index":
+            return y[:, self.index * 0 if late else self.index]
+        if self.kind == "array":
+            self.numbers[0] = 100.0 if late else 1.0
+            return y * torch.from_numpy(self.numbers.copy())
+        if self.kind == "iterator":
+            return y * next(self.factors)
+        return y
+
+
+@pytest.mark.parametrize("kind", ["data", "numpy", "mask", "index", "array", "iterator"])
+def test_what_changes_between_batches_is_refused(kind):
+    ts.certify(_Shifting("nothing"), (torch.randn(200, 3), torch.zeros(200, dtype=torch.long)), batch_size=2)
+    with pytest.raises((NoRuleError, ValueError)):
+        ts.certify(_Shifting(kind), (torch.randn(200, 3), torch.zeros(200, dtype=torch.long)), batch_size=2)
+
+
+def test_a_model_that_prints_its_values_is_refused():
+    with pytest.raises(NoRuleError, match=r"print|repr|value"):
+        ts.lipschitz_bound(of(lambda x: x * (100.0 if "9" in repr(x) else 1.0)), (3,))
 
 
 # -- orders of norms
