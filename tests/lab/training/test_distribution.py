@@ -7,7 +7,7 @@ import torch
 
 import trysquare as ts
 from tests.lab.training.small import arguments, recipe, start, state, trained, weights
-from trysquare.lab.training.build import build_parts
+from trysquare.lab.training.build import build_setup
 from trysquare.lab.training.distribution import World, first_to_fail
 
 
@@ -42,7 +42,7 @@ def test_torchrun_with_one_process(tmp_path, monkeypatch):
 
 def test_processes_must_share_a_batch_equally():
     with pytest.raises(ValueError, match=r"train.batch_size=128 must be a multiple of the number of processes, 3"):
-        build_parts(recipe(), World(torch.device("cpu"), 0, 3))
+        build_setup(recipe(), World(torch.device("cpu"), 0, 3))
 
 
 LEAVE = """
@@ -127,8 +127,8 @@ from trysquare.lab.training import loop
 step = loop._Training._step
 def noted(self, *arguments):
     done = step(self, *arguments)
-    self.last = {n: p.detach().clone() for n, p in self.parts.model.named_parameters()}
-    if self.progress.step == self.parts.steps:
+    self.last = {n: p.detach().clone() for n, p in self.setup.model.named_parameters()}
+    if self.progress.step == self.setup.steps:
         torch.save(self.last, f"{sys.argv[1]}/rank{self.world.rank}.pt")
     return done
 loop._Training._step = noted

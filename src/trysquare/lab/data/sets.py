@@ -90,7 +90,7 @@ def require_labels(labels: Tensor, classes: int, source: object) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Subset:
     """Some of the images of a set.
 
     Args:

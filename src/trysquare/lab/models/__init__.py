@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trysquare.lab.models.bcop import bcop_small, cifar10_robust
 from trysquare.lab.models.classifier import Classifier
 from trysquare.lab.models.counting import count_parameters
 from trysquare.lab.models.depthwise import cifar10_accurate, imagenet
 from trysquare.lab.models.liresnet import liresnet_aoc
 from trysquare.lab.models.registry import Builder, unknown
 from trysquare.lab.models.resnet import resnet34
-from trysquare.lab.models.tiny import tiny
+from trysquare.lab.models.stacks import bcop_small, cifar10_robust, tiny
 from trysquare.naming import shown
 
 __all__ = ["MODELS", "Builder", "Classifier", "build", "count_parameters"]

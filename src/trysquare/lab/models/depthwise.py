@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from trysquare.lab.models.parts import Body, Shape, activation, convolution, entrance, pool
+from trysquare.lab.models.common import Body, Shape, activation, convolution, pad_to_multiple, pool
 from trysquare.nn.layers import DepthwiseResidualBlock2d
 
 # The paper only says that the head sees 2,048 features and that there are 53.1 M parameters. These widths reach it.
@@ -35,7 +35,7 @@ def cifar10_accurate(
         padding_mode: ``"zeros"`` or ``"circular"``.
         pooling: ``"average"`` or ``"l2"``.
     """
-    layers, _ = entrance(input_shape, 2)
+    layers, _ = pad_to_multiple(input_shape, 2)
     layers += [convolution("aoc", (input_shape[0], width), 3, 2, padding_mode)]
     layers += _blocks(width, depth, kernel_size, padding_mode)
     return Body([*layers, pool(pooling), *activation(width)], width)
@@ -69,7 +69,7 @@ def imagenet(
     stem, *stages = widths
     if not stages:
         raise ValueError(f"widths={tuple(widths)} must have the stem's width, then that of at least one stage")
-    layers, _ = entrance(input_shape, 2 ** len(widths))
+    layers, _ = pad_to_multiple(input_shape, 2 ** len(widths))
     layers += [convolution("aoc", (input_shape[0], stem), 5, 2, padding_mode), *activation(stem)]
     for before, after in pairwise(widths):
         layers += [convolution("aoc", (before, after), 3, 2, padding_mode)]

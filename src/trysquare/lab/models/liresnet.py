@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from trysquare.lab.models.parts import Body, Shape, activation, convolution, dense, entrance
+from trysquare.lab.models.common import Body, Shape, activation, convolution, dense, pad_to_multiple
 
 
 class Amplified(nn.Sequential):
@@ -65,7 +65,7 @@ def liresnet_aoc(
         padding_mode: ``"circular"`` or ``"zeros"``.
         centering: ``"batch"`` or ``"layer"`` centering in front of the activations of convolutions.
     """
-    layers, (height, columns) = entrance(input_shape, 8)
+    layers, (height, columns) = pad_to_multiple(input_shape, 8)
     layers += [convolution(conv, (input_shape[0], width), 5, 2, padding_mode), *activation(width, centering)]
     for _ in range(depth):
         block = Amplified(convolution(conv, (width, width), 3, mode=padding_mode), factor=factor)

@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 from torch import nn
 
 from trysquare.lab.models.classifier import HEADS, Classifier
-from trysquare.lab.models.parts import Body, Shape, choose
+from trysquare.lab.models.common import Body, Shape, choose
 from trysquare.naming import shown
 from trysquare.nn.geometry import positive
 from trysquare.nn.layers import InputScaling

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from trysquare.lab.models.parts import Body, Shape, activation, convolution, entrance, pool
+from trysquare.lab.models.common import Body, Shape, activation, convolution, pad_to_multiple, pool
 from trysquare.nn.layers import LearnableResidual, LipschitzMaxPool2d
 
 
@@ -35,7 +35,7 @@ def resnet34(
         pooling: ``"average"`` or ``"l2"``.
         centering: ``"batch"`` or ``"layer"`` centering in front of the activations.
     """
-    layers, _ = entrance(input_shape, 2 ** (len(depths) + 1))
+    layers, _ = pad_to_multiple(input_shape, 2 ** (len(depths) + 1))
     layers += [convolution(conv, (input_shape[0], width), 7, 2, padding_mode), *activation(width, centering)]
     layers += [LipschitzMaxPool2d(2)]
     widths = [width * 2**stage for stage in range(len(depths))]

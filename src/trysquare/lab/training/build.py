@@ -144,7 +144,7 @@ def radius_schedule(recipe: Recipe, loss: Loss, steps: int) -> Callable[[int], N
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class Setup:
     """Everything that a run works with."""
 
     recipe: Recipe
@@ -159,7 +159,7 @@ class Parts:
     arguments: dict[str, Any]
 
 
-def build_parts(recipe: Recipe, world: World) -> Parts:
+def build_setup(recipe: Recipe, world: World) -> Setup:
     """All of it; data on disk is checked on the way, by the first process for all.
 
     Raises:
@@ -175,7 +175,7 @@ def build_parts(recipe: Recipe, world: World) -> Parts:
     steps = recipe.train.epochs * len(train)
     loss = build_loss(recipe, model, arguments["input_shape"])
     check_loss(recipe, loss, model, len(images.classes))
-    return Parts(
+    return Setup(
         recipe, world, model, loss, train,
         test_batches(recipe, test_images, world), build_stepper(recipe, model, steps), steps,
         arguments["input_shape"], arguments,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from trysquare.lab.training.build import Parts, build_parts, radius_schedule
+from trysquare.lab.training.build import Setup, build_setup, radius_schedule
 from trysquare.lab.training.distribution import joined
 from trysquare.lab.training.recipe import Recipe
 from trysquare.lab.training.run import Run, load_run, starting
@@ -62,10 +62,10 @@ def train(recipe: Recipe, out: str | os.PathLike[str] | None = None, *, quiet: b
     ('evaluation', torch.Size([1, 10]))
     """
     with joined(recipe.train.device) as world:
-        parts = build_parts(recipe, world)
+        setup = build_setup(recipe, world)
         with starting(recipe, out) if world.leads else nullcontext() as own:
             run: Any = world.shared(own)
-            return _Training(parts, run, quiet).run_to_the_end()
+            return _Training(setup, run, quiet).run_to_the_end()
 
 
 def resume(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None, *, quiet: bool = False) -> Run:
@@ -86,7 +86,7 @@ def resume(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = N
     run = load_run(path, overrides)
     with joined(run.recipe.train.device) as world, run.locked() if world.leads else nullcontext():
         state = run.read_state()  # before the model of the recipe is made, which may be a stranger's too
-        training = _Training(build_parts(run.recipe, world), run, quiet)
+        training = _Training(build_setup(run.recipe, world), run, quiet)
         training.restore(state)
         if world.leads:
             run.write("recipe.yaml", run.recipe.to_yaml())
@@ -122,23 +122,23 @@ class _Progress:
 class _Training:
     """A run under way."""
 
-    def __init__(self, parts: Parts, run: Run, quiet: bool) -> None:
-        self.parts, self.run, self.world, self.recipe = parts, run, parts.world, parts.recipe
+    def __init__(self, setup: Setup, run: Run, quiet: bool) -> None:
+        self.setup, self.run, self.world, self.recipe = setup, run, setup.world, setup.recipe
         self.progress = _Progress()
-        wrapped = self.world.wrapped(parts.model)
+        wrapped = self.world.wrapped(setup.model)
         settings = self.recipe.train
-        self.gradients = Gradients(wrapped, parts.loss, settings.accumulate, settings.precision)
-        self.set_radius = radius_schedule(self.recipe, parts.loss, parts.steps)
-        self.parameters = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
+        self.gradients = Gradients(wrapped, setup.loss, settings.accumulate, settings.precision)
+        self.set_radius = radius_schedule(self.recipe, setup.loss, setup.steps)
+        self.parameters = [parameter for parameter in setup.model.parameters() if parameter.requires_grad]
         self.stream = None if quiet or not self.world.leads else sys.stderr
 
     def run_to_the_end(self) -> Run:
         """Train what is left."""
         settings, progress = self.recipe.train, self.progress
         shown = radius_key(sorted(self.recipe.evaluate.epsilons)[len(self.recipe.evaluate.epsilons) // 2])
-        self.display = Display(settings.epochs, self.parts.steps, progress.step, shown, self.stream)
+        self.display = Display(settings.epochs, self.setup.steps, progress.step, shown, self.stream)
         self.display.say(f"run directory: {self.run.path}")
-        self.parts.model.train()
+        self.setup.model.train()
         with _stop_requests() as stop:
             while progress.epoch < settings.epochs:
                 self._epoch(stop)
@@ -152,7 +152,7 @@ class _Training:
             passed = time.monotonic() - began
             progress.seconds, progress.sums[3] = spent[0] + passed, spent[1] + passed
 
-        for images, labels in self.parts.train.epoch(progress.epoch, progress.batch):
+        for images, labels in self.setup.train.epoch(progress.epoch, progress.batch):
             stopping = self._step(images, labels, stop.is_set())
             clock()
             self._show()
@@ -165,7 +165,7 @@ class _Training:
 
     def _step(self, images: Tensor, labels: Tensor, stop: bool) -> bool:
         """One step of the optimizer; whether any process wants to stop after it."""
-        progress, optimizer = self.progress, self.parts.stepper.optimizer
+        progress, optimizer = self.progress, self.setup.stepper.optimizer
         self.set_radius(progress.step)
         optimizer.zero_grad(set_to_none=True)
         counts = self.gradients(images, labels)
@@ -174,7 +174,7 @@ class _Training:
         self._require_finite(sums[0], float(norm))
         if self.recipe.train.clip is not None:
             clip_grads_with_norm_(self.parameters, self.recipe.train.clip, norm)
-        self.parts.stepper.step(progress.step)
+        self.setup.stepper.step(progress.step)
         progress.step, progress.batch = progress.step + 1, progress.batch + 1
         progress.sums[:3] = [total + new for total, new in zip(progress.sums, sums, strict=False)]
         return stops > 0
@@ -210,10 +210,10 @@ class _Training:
     def _evaluate(self) -> None:
         """Measure and save the weights that the optimizer evaluates with."""
         began = time.monotonic()
-        with self.parts.stepper.evaluation_weights():
-            found: Evaluation = evaluate(self.parts)
+        with self.setup.stepper.evaluation_weights():
+            found: Evaluation = evaluate(self.setup)
             if self.world.leads:
-                self.run.save_model(self.parts.model, self.parts.arguments)
+                self.run.save_model(self.setup.model, self.setup.arguments)
         self.progress.seconds += time.monotonic() - began
         self.display.evaluated(self.progress.epoch, found)
         self._record("evaluation", loss=found.loss, accuracy=found.accuracy, certified=found.certified)
@@ -221,7 +221,7 @@ class _Training:
     def _record(self, kind: str, **numbers: Any) -> None:
         progress = self.progress
         record = {"kind": kind, "epoch": progress.epoch + 1, "step": progress.step, **numbers}
-        record |= {"seconds": round(progress.seconds, 3), "lr": self.parts.stepper.learning_rate}
+        record |= {"seconds": round(progress.seconds, 3), "lr": self.setup.stepper.learning_rate}
         if self.world.leads:
             progress.metrics_size = self.run.append_metrics(record)
 
@@ -232,10 +232,10 @@ class _Training:
             raise FloatingPointError(f"weights are not finite after step {self.progress.step}; {self._kept()}")
         self.run.save_state(
             {
-                "model": self.parts.model.state_dict(),
-                "model_arguments": self.parts.arguments,
-                "optimizer": self.parts.stepper.optimizer.state_dict(),
-                "steps_seen": steps_taken(self.parts.stepper.optimizer),
+                "model": self.setup.model.state_dict(),
+                "model_arguments": self.setup.arguments,
+                "optimizer": self.setup.stepper.optimizer.state_dict(),
+                "steps_seen": steps_taken(self.setup.stepper.optimizer),
                 "progress": vars(self.progress),
                 "random": torch.get_rng_state(),
             }
@@ -247,17 +247,17 @@ class _Training:
         Raises:
             ValueError: if it is not that of this model, or the run is to end before it.
         """
-        if state.get("model_arguments") != self.parts.arguments:
-            found, wanted = state.get("model_arguments"), self.parts.arguments
+        if state.get("model_arguments") != self.setup.arguments:
+            found, wanted = state.get("model_arguments"), self.setup.arguments
             raise ValueError(
                 f"{self.run.path / 'checkpoint.pt'} is of another model: {shown(found)}, the recipe has {shown(wanted)}"
             )
         try:
-            self.parts.model.load_state_dict(state["model"])
-            self.parts.stepper.optimizer.load_state_dict(state["optimizer"])
+            self.setup.model.load_state_dict(state["model"])
+            self.setup.stepper.optimizer.load_state_dict(state["optimizer"])
             self.progress = _Progress(**state["progress"])
             self.progress.check()
-            continue_from(self.parts.stepper.optimizer, int(state["steps_seen"]))
+            continue_from(self.setup.stepper.optimizer, int(state["steps_seen"]))
             torch.set_rng_state(state["random"])
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{self.run.path / 'checkpoint.pt'} does not fit the recipe: {error}") from error
@@ -325,25 +325,25 @@ def radius_key(epsilon: float) -> str:
 
 
 @torch.no_grad()
-def evaluate(parts: Parts) -> Evaluation:
+def evaluate(setup: Setup) -> Evaluation:
     """Evaluate the weights as they are now, on the shares of all processes.
 
     Certified accuracies use the Lipschitz bound of these weights. They leave out what ``ts.certify`` does on top: it
     takes off the error of evaluation, which is about 1e-6.
     """
-    model, epsilons = parts.model, parts.recipe.evaluate.epsilons
+    model, epsilons = setup.model, setup.recipe.evaluate.epsilons
     counts = torch.zeros(3 + len(epsilons), dtype=torch.float64)
     with evaluating(model):
-        found = analyse(model, parts.input_shape, compare=False)
-        options = {"head": model.head.weight} if takes_head(parts.loss) else {}
-        for images, labels in parts.test.epoch(0):
+        found = analyse(model, setup.input_shape, compare=False)
+        options = {"head": model.head.weight} if takes_head(setup.loss) else {}
+        for images, labels in setup.test.epoch(0):
             if len(labels):
                 logits = model(images)
-                loss = float(parts.loss(logits, labels, **options)) * len(labels)
+                loss = float(setup.loss(logits, labels, **options)) * len(labels)
                 radii = certified_radius(logits, labels, found.features_bound, found.head_weight)
                 right = int((logits.argmax(1) == labels).sum())
                 counts += torch.tensor([loss, right, len(labels), *(int((radii > e).sum()) for e in epsilons)])
-    loss, right, count, *certified = parts.world.total(counts.to(parts.world.device)).tolist()
+    loss, right, count, *certified = setup.world.total(counts.to(setup.world.device)).tolist()
     return Evaluation(
         loss / count,
         right / count,

@@ -52,7 +52,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Named:
+class Component:
     """An entry of a registry, by name, and all of its options."""
 
     name: str
@@ -124,9 +124,9 @@ class Recipe:
     name: str
     summary: str
     data: Data
-    model: Named
-    loss: Named
-    optimizer: Named
+    model: Component
+    loss: Component
+    optimizer: Component
     train: Train
     evaluate: Evaluate
 
@@ -140,7 +140,7 @@ class Recipe:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Named):
+    if isinstance(value, Component):
         return {"name": value.name, **_plain(value.options)}
     if is_dataclass(value):
         return {part.name: _plain(getattr(value, part.name)) for part in fields(value)}
@@ -220,7 +220,7 @@ def resolve(content: Mapping[str, Any], overrides: Mapping[str, Any] | None = No
         require_known(key, [part.name for part in fields(Recipe)], "section of a recipe")
     sections = {name: as_mapping(merged.get(name), name) for name in (*_SECTIONS, *_REGISTRIES)}
     parts: dict[str, Any] = {name: _section(kind, name, sections[name]) for name, kind in _SECTIONS.items()}
-    parts |= {name: _named(options, name, sections[name]) for name, options in _REGISTRIES.items()}
+    parts |= {name: _component(options, name, sections[name]) for name, options in _REGISTRIES.items()}
     texts = {name: convert(merged.get(name, default), str, name) for name, default in _TEXTS.items()}
     recipe = Recipe(**texts, **parts)
     _check(recipe)
@@ -278,13 +278,13 @@ def _section(kind: type[S], name: str, content: Mapping[str, Any]) -> S:
     return kind(**{key: convert(value, hints[key], f"{name}.{key}") for key, value in content.items()})
 
 
-def _named(options_of: Callable[[str], dict[str, Option]], section: str, content: dict[str, Any]) -> Named:
+def _component(options_of: Callable[[str], dict[str, Option]], section: str, content: dict[str, Any]) -> Component:
     name = convert(content.pop("name", _DEFAULT_NAMES[section]), str, f"{section}.name")
     options = options_of(name)
     for key in content:
         require_known(key, ["name", *options], f"key of {section} {name!r}")
     given = {key: convert(value, options[key].hint, f"{section}.{key}") for key, value in content.items()}
-    return Named(name, {key: given.get(key, option.default) for key, option in options.items()})
+    return Component(name, {key: given.get(key, option.default) for key, option in options.items()})
 
 
 def _check(recipe: Recipe) -> None:
@@ -355,7 +355,7 @@ def _value_of(recipe: Recipe, key: str) -> Any:
     """By its dotted key; ``None`` if this recipe has no such option."""
     section, _, name = key.partition(".")
     part = getattr(recipe, section)
-    return part.options.get(name) if isinstance(part, Named) else getattr(part, name)
+    return part.options.get(name) if isinstance(part, Component) else getattr(part, name)
 
 
 def _require_range(key: str, value: Any, wanted: str, fits: Callable[[Any], bool]) -> None:

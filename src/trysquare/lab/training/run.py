@@ -36,7 +36,7 @@ from trysquare.lab.checkpoint import (
     unpacked,
 )
 from trysquare.lab.data import Loader
-from trysquare.lab.data.sets import Part
+from trysquare.lab.data.sets import Subset
 from trysquare.lab.models import build
 from trysquare.lab.training.build import load_images
 from trysquare.lab.training.recipe import Recipe, read_recipe
@@ -99,7 +99,7 @@ class Run:
         if samples is not None:
             if not 1 <= samples <= len(images):
                 raise ValueError(f"samples={samples} must be from 1 to {len(images)}, the images of {split}")
-            images = Part(images, torch.arange(samples) * len(images) // samples)
+            images = Subset(images, torch.arange(samples) * len(images) // samples)
         return Loader(images, self.recipe.evaluate.batch_size, workers=self.recipe.data.workers)
 
     def write(self, name: str, content: bytes | str) -> Path:

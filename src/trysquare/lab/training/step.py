@@ -205,32 +205,22 @@ def schedule_free_sgd(
     )
 
 
-def adamw(
-    parameters: Iterable[nn.Parameter],
-    steps: int,
-    lr: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    weight_decay: float = 0.0,
-    warmup_steps: int = 0,
-    schedule: str = "cosine",
-) -> Stepper:
-    """Torch's AdamW."""
-    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
-    return Stepper(optimizer, learning_rate(lr, steps, warmup_steps, schedule))
+def _adam(kind: type[torch.optim.AdamW] | type[torch.optim.NAdam]) -> Callable[..., Stepper]:
+    """Return the maker of one of torch's optimizers of this family, which have the same options."""
 
+    def make(
+        parameters: Iterable[nn.Parameter],
+        steps: int,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        schedule: str = "cosine",
+    ) -> Stepper:
+        optimizer = kind(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
+        return Stepper(optimizer, learning_rate(lr, steps, warmup_steps, schedule))
 
-def nadam(
-    parameters: Iterable[nn.Parameter],
-    steps: int,
-    lr: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    weight_decay: float = 0.0,
-    warmup_steps: int = 0,
-    schedule: str = "cosine",
-) -> Stepper:
-    """Torch's NAdam."""
-    optimizer = torch.optim.NAdam(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
-    return Stepper(optimizer, learning_rate(lr, steps, warmup_steps, schedule))
+    return make
 
 
 def sgd(
@@ -272,8 +262,8 @@ OPTIMIZERS: dict[str, Callable[..., Stepper]] = {
     "schedule-free-adamw": schedule_free_adamw,
     "schedule-free-radam": schedule_free_radam,
     "schedule-free-sgd": schedule_free_sgd,
-    "adamw": adamw,
-    "nadam": nadam,
+    "adamw": _adam(torch.optim.AdamW),
+    "nadam": _adam(torch.optim.NAdam),
     "sgd": sgd,
 }
 """Called with the parameters, the number of steps of the whole training, and options."""

@@ -47,8 +47,8 @@ def choose(option: str, value: Any, known: dict[Any, Any]) -> Any:
     return known[value]
 
 
-def entrance(shape: Shape, multiple: int) -> tuple[list[nn.Module], tuple[int, int]]:
-    """Zeros around images whose size is not a multiple of the total stride, and the size after that.
+def pad_to_multiple(shape: Shape, multiple: int) -> tuple[list[nn.Module], tuple[int, int]]:
+    """Return what pads images with zeros up to a multiple of the total stride, and their size after that.
 
     Circular layers are orthogonal only where the stride divides the size. Zeros are an isometry, so a certificate about
     the padded image is one about the image.

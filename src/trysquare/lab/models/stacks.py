@@ -1,12 +1,13 @@
-"""Plain stacks of convolutions and linear layers without pooling, after Li et al. (2019)."""
+"""Stacks of convolutions, then linear layers, without pooling: small networks, and those after Li et al. (2019)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import nn
 
-from trysquare.lab.models.parts import Body, Shape, activation, choose, convolution, dense, entrance
+from trysquare.lab.models.common import Body, Shape, activation, choose, convolution, dense, pad_to_multiple
 from trysquare.nn.layers import InvertibleDownsampling2d
 
 _STRIDED = {"native": "one kernel", "parsimonious": "fewer parameters", "emulated": "invertible downsampling"}
@@ -16,6 +17,36 @@ class _Step(NamedTuple):
     width: int
     kernel_size: int
     stride: int
+
+
+def tiny(
+    input_shape: Shape,
+    *,
+    widths: Sequence[int] = (16,),
+    dense_width: int = 128,
+    dense_layers: int = 3,
+    kernel_size: int = 3,
+    conv: str = "aoc",
+    padding_mode: str = "circular",
+    centering: str | None = None,
+) -> Body:
+    """Strided convolutions, then linear layers.
+
+    A convolution with stride 2 keeps norms if it has four times as many outputs as inputs. Then nothing that tells two
+    classes apart is lost before the head, which certificates depend on.
+
+    Args:
+        input_shape: channels, height and width of an image.
+        widths: channels of the convolutions, each with stride 2.
+        dense_width: features of the linear layers.
+        dense_layers: number of linear layers in front of the head.
+        kernel_size: of the convolutions.
+        conv: method of the convolutions, one of ``ts.METHODS``, or ``"plain"``.
+        padding_mode: ``"circular"`` or ``"zeros"``.
+        centering: ``"batch"`` or ``"layer"`` centering in front of the activations of convolutions.
+    """
+    steps = [_Step(width, kernel_size, 2) for width in widths]
+    return _stack(input_shape, steps, [dense_width] * dense_layers, "native", conv, padding_mode, centering)
 
 
 def bcop_small(
@@ -100,7 +131,7 @@ def _stack(
     """Convolutions, a flattened map, linear layers; an activation after each."""
     choose("strided", strided, _STRIDED)
     stride = 2 ** sum(step.stride == 2 for step in steps)
-    layers, (height, width) = entrance(input_shape, stride)
+    layers, (height, width) = pad_to_multiple(input_shape, stride)
     channels = input_shape[0]
     for step in steps:
         layers += [*_convolutions(channels, step, strided, conv, mode), *activation(step.width, centering)]
