@@ -61,7 +61,8 @@ def lipschitz_bound(model: nn.Module, input_shape: InputShape) -> float:
     Proved: for all inputs ``x``, ``y`` of this shape, ``|f(x) - f(y)| <= bound * |x - y|`` for the recorded calls with
     the weights that the forward pass uses, in exact arithmetic, and that the samples of a batch do not mix. The
     rounding of the forward pass in its dtype is not included. That the model makes the same calls for every batch is
-    seen on random inputs, and checked by ``certify`` for each batch that it certifies. What has no rule raises; nothing is taken to be 1 in silence.
+    seen on random inputs, and checked by ``certify`` for each batch that it certifies. What has no rule raises; nothing
+    is taken to be 1 in silence.
 
     A network that starts with an embedding takes tokens: its constant is that with respect to one-hot vectors over
     the vocabulary, so that changing ``k`` tokens changes the output by at most ``bound * sqrt(2 k)``.
