@@ -74,7 +74,7 @@ NOTES = {
     "aol": "`aol` rescales a free kernel by the row sums of `|WᵀW|`; the lemma behind it (diagonal dominance, "
     "`parametrizations/aol.py`) bounds singular values from above only. They are all 1 if and only if the free kernel "
     "is orthogonal up to the scale of its channels.",
-    "soc": "`soc` is the Taylor polynomial of an exponential. A polynomial of modulus 1 on an interval of the "
+    "soc": "`soc` is a polynomial near an exponential. A polynomial of modulus 1 on an interval of the "
     "imaginary axis is constant, so none is exactly orthogonal for every skew kernel; the layer states a certified "
     "error instead (`layer.truncation_error`), which more `terms` make as small as wanted. `kernel_size` "
     "is that of the skew kernel and must be odd: a skew kernel has a tap at `-j` for each tap at `j`. On a circular "

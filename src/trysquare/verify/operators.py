@@ -25,6 +25,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from trysquare.naming import shown
 from trysquare.nn.geometry import Pads, Sizes, check_circular_size
+from trysquare.nn.layers.base import ParametrizedWeight
 from trysquare.nn.layers.conv import _Convolution, _OrthogonalConvolution, _TransposedConvolution
 from trysquare.nn.layers.convolution import CONV, CONV_TRANSPOSE, flat
 from trysquare.nn.layers.heads import UnitNormLinear
@@ -360,9 +361,8 @@ def used_weight(layer: nn.Module) -> Tensor:
     The hooks of torch's ``weight_norm``, ``spectral_norm`` and pruning set it before each pass, so until then the
     attribute is the one of the pass before: they are asked for it.
     """
-    terms = layer._weight_of_terms() if isinstance(layer, _OrthogonalConvolution) else None
-    if terms is not None:
-        return checked_weight(terms, type(layer).__name__)
+    if isinstance(layer, ParametrizedWeight) and not layer._forward_pre_hooks:
+        return checked_weight(layer.used_weight(), type(layer).__name__)
     weight: Any = layer.weight
     for hook in layer._forward_pre_hooks.values():
         if isinstance(hook, WeightNorm) and hook.name == "weight":

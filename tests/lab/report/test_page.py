@@ -73,7 +73,7 @@ def test_what_is_absent_is_said_with_the_command_that_makes_it(whole):
     assert "not attacked" in " ".join(found.text)
 
 
-def test_nothing_of_the_data_is_taken_for_markup(whole):
+def test_empty_the_data_is_taken_for_markup(whole):
     test = load("digits", split="test")
     named = ImageSet(test.images, test.labels, tuple(f"{i}{HOSTILE}" for i in range(10)), test.white)
     layers = [

@@ -33,7 +33,7 @@ def no_kernel(monkeypatch):
     def refuse(*args, **options):
         raise AssertionError("the kernel was built")
 
-    monkeypatch.setattr(soc, "exponential_kernel", refuse)
+    monkeypatch.setattr(soc, "polynomial_kernel", refuse)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -63,7 +63,7 @@ def test_only_soc_has_terms(method):
 
 @pytest.mark.parametrize(("channels", "padding", "options"),
     [
-        ((4, 4), 9, {}), ((4, 6), 9, {"stride": 2}), ((4, 6), (8, 9), {"stride": 2}), ((3, 5), 9, {}),
+        ((4, 4), 7, {}), ((4, 6), 7, {"stride": 2}), ((4, 6), (6, 7), {"stride": 2}), ((3, 5), 7, {}),
         ((4, 4), "same", {"stride": 2, "dilation": 2}), ((6, 4), "same", {"stride": 2, "dilation": 2}),
         ((4, 6), "same", {"stride": 3, "dilation": 2}), ((4, 6), "same", {"stride": (1, 2), "dilation": (3, 1)}),
     ],
@@ -84,7 +84,7 @@ def test_images_smaller_than_the_kernels(size):
 
 
 @pytest.mark.parametrize(
-    "options", [{"padding_mode": "zeros"}, {"padding": "valid"}, {"padding": 1}, {"padding": (8, 9)}]
+    "options", [{"padding_mode": "zeros"}, {"padding": "valid"}, {"padding": 1}, {"padding": (6, 7)}]
 )
 def test_borders_that_the_terms_would_meet_anew_keep_the_kernel(options):
     assert ts.OrthoConv2d(4, 4, 3, method="soc", **options)._series is None
@@ -168,7 +168,7 @@ def test_terms_cost_less_than_the_kernel():
             apply(layer, x).sum().backward()
         return counter.get_total_flops()
 
-    assert 10 * cost(lambda layer, x: layer(x)) < cost(by_kernel)
+    assert 7 * cost(lambda layer, x: layer(x)) < cost(by_kernel)
 
 
 def test_short_types_round_one_kernel_once():
@@ -250,17 +250,8 @@ def test_free_tensors_are_those_of_which_torch_builds_the_weight(change):
         else:
             held.original0 = torch.nn.Parameter(value)
     x = torch.randn(2, 4, 6, 6)
-    assert layer._goes_by_series()
+    assert layer._applies_terms()
     torch.testing.assert_close(layer(x), by_kernel(layer, x), rtol=1e-4, atol=1e-5)
-
-
-def test_gradients_of_a_cached_weight():
-    layer = ts.OrthoConv2d(4, 4, 3, method="soc", dtype=torch.float64)
-    x = torch.randn(2, 4, 6, 6, dtype=torch.float64)
-    with parametrize.cached():
-        weight = layer.weight
-        (gradient,) = torch.autograd.grad(layer(x).square().sum(), weight)
-    assert gradient.abs().max() > 0
 
 
 @pytest.mark.parametrize("channels", [3, 5])
@@ -280,17 +271,14 @@ def test_terms_are_applied_where_they_take_fewer_products(numbers, series):
     assert (ts.OrthoConv2d(*numbers, method="soc")._series is not None) == series
 
 
-def test_factors_are_made_once_where_torch_caches(monkeypatch):
-    layer = ts.OrthoConv2d(4, 4, 3, method="soc")
-    x = torch.randn(2, 4, 6, 6)
-    calls = []
-    bound = soc.kernel_norm_bound
-    monkeypatch.setattr(soc, "kernel_norm_bound", lambda *args: calls.append(1) or bound(*args))
+def test_torchs_cache_changes_nothing():
+    layer = ts.OrthoConv2d(4, 4, 3, method="soc", dtype=torch.float64)
+    x = torch.randn(2, 4, 6, 6, dtype=torch.float64)
+    expected = torch.autograd.grad(layer(layer(x)).square().sum(), layer.free_tensors)
     with parametrize.cached():
-        layer(layer(x)).sum().backward()
-    assert len(calls) == 1
-    layer(x)
-    assert len(calls) == 2
+        assert layer.weight is layer.weight
+        found = torch.autograd.grad(layer(layer(x)).square().sum(), layer.free_tensors)
+    torch.testing.assert_close(found, expected)
 
 
 def test_gradients_of_single_images():

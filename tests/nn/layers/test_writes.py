@@ -64,7 +64,7 @@ def test_ordinary_use_is_not_a_write(name):
 def test_nothing_is_kept_alive():
     layer = ts.OrthoConv2d(4, 4, 3)
     weights = [layer.weight for _ in range(9)]
-    assert all(not counter.untyped_storage().nbytes() for counter, _ in layer.parametrization._written._watched)
+    assert all(not counter.untyped_storage().nbytes() for counter, _ in layer.parametrization._writes._watched)
     del weights
 
 
@@ -94,9 +94,9 @@ def test_the_remedies_work_and_inference_mode_leaves_nothing_behind(name):
 
 
 def test_inference_mode_first_of_all():
-    from trysquare.nn.parametrizations import base
+    from trysquare.nn.parametrizations import cache
 
-    base._nothing_of.cache_clear()
+    cache._empty.cache_clear()
     layer = ts.OrthoConv2d(4, 4, 3)
     with torch.inference_mode():
         layer(torch.randn(1, 4, 4, 4))

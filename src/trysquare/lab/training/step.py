@@ -59,7 +59,7 @@ class Gradients:
             return self._in_parts(images, labels)
 
     def _in_parts(self, images: Tensor, labels: Tensor) -> Tensor:
-        weights = list(_built_weights(self.classifier))
+        weights = list(dict.fromkeys(_built_weights(self.classifier)))  # a shared one counts once
         sums, counts = [torch.zeros_like(weight) for weight in weights], torch.zeros(3, device=images.device)
         batches = list(zip(images.chunk(self.parts), labels.chunk(self.parts), strict=True))
         for number, (part, classes) in enumerate(batches):

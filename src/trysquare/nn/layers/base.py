@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from trysquare.nn.linalg.precision import at_least_float32
+from trysquare.nn.linalg.precision import as_autocast, at_least_float32
 from trysquare.nn.parametrizations import Parametrization
 
 
@@ -44,8 +44,12 @@ class ParametrizedWeight(nn.Module):
             return False
         return getattr(chain._modules["0"], "cache", None) is self._cache
 
+    def used_weight(self) -> Tensor:
+        """Return the weight that a forward pass uses, with the casts of autocast."""
+        return as_autocast(self.weight)
+
     def _computes_with(self) -> list[Tensor]:
-        """Tensors that a forward pass computes with; within ``parametrize.cached()`` always the same ones."""
+        """Return tensors that a forward pass depends on; within ``parametrize.cached()`` always the same ones."""
         return [self.weight]
 
     @property

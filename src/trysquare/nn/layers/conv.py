@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from trysquare.nn.geometry import ConvGeometry, Pads, per_axis
 from trysquare.nn.layers.base import ParametrizedWeight, check_dtype, copy_weights, factory_of
@@ -115,56 +114,40 @@ class _OrthogonalConvolution(ParametrizedWeight):
         self._note = f", {made.note}" if made.note else ""
         self._parametrize_weight(made)
 
-    def _goes_by_series(self) -> bool:
-        """Whether a pass does without the weight.
+    def _applies_terms(self) -> bool:
+        """Whether a pass applies SOC's terms to the input, and does without the weight.
 
-        Not where somebody has asked for it in ``parametrize.cached()``, and may want its gradient.
+        That was decided when the layer was built. Nobody may have replaced the parametrization since, and the layer
+        must not have been cast to a shorter dtype: a kernel is rounded once, the terms would be rounded one by one.
         """
         if self._series is None or not self._is_as_made():
             return False
-        if parametrize._cache_enabled and (id(self), "weight") in parametrize._cache:
-            return False
-        # A shorter weight is rounded once, the terms would be each by itself.
         return self.parametrization.like.dtype in (torch.float32, torch.float64)
 
-    def _apply_series(self, x: Tensor) -> Tensor:
-        assert self._series is not None
-        matrix, skew = self._factors()
-        return self._series(x, matrix, skew, self.bias)
-
     def _factors(self) -> tuple[Tensor | None, Tensor]:
-        """What the series is made of; within ``parametrize.cached()`` made once, as a weight would be."""
+        """Return SOC's matrix and skew kernel."""
         made: Any = self.parametrization
-        if not parametrize._cache_enabled or torch.compiler.is_compiling():
-            return made.factors(*self._sources())  # type: ignore[no-any-return]
-        kept: dict[Any, Any] = parametrize._cache
-        key = (id(made), "factors")
-        if key not in kept:
-            kept[key] = made, made.factors(*self._sources())  # held, so that the id stays its own
-        return kept[key][1]  # type: ignore[no-any-return]
+        return made.factors(*self._sources())  # type: ignore[no-any-return]
 
     def _sources(self) -> list[Tensor]:
-        """What torch would build the weight from, be they parameters or not."""
+        """Return the free tensors, whether they are parameters or not."""
         held = self.parametrizations["weight"]
         return [getattr(held, f"original{number}") for number in range(held.ntensors)]
 
-    def _weight_of_terms(self) -> Tensor | None:
-        """The kernel that the terms of a pass add up to, in float64; ``None`` if a pass uses the weight itself.
-
-        It differs from the weight by the rounding of both.
-        """
-        if not self._goes_by_series():
-            return None
+    def used_weight(self) -> Tensor:
+        """Return the kernel of a pass, with the casts of autocast; of terms, what they add up to in float64."""
+        if not self._applies_terms():
+            return super().used_weight()
         made: Any = self.parametrization
         matrix, skew = self._factors()
         exact = None if matrix is None else as_autocast(matrix).double()
         return made.of_factors(exact, as_autocast(skew).double())  # type: ignore[no-any-return]
 
     def _computes_with(self) -> list[Tensor]:
-        """The factors of the series, or the weight."""
-        if not self._goes_by_series():
+        """Return the weight, or the trained free tensors where a pass does without it."""
+        if not self._applies_terms():
             return super()._computes_with()
-        return [tensor for tensor in self._factors() if tensor is not None]
+        return [tensor for tensor in self._sources() if tensor.requires_grad]
 
     def as_torch(self) -> nn.Module:
         """A plain layer of torch, and padding layers where torch has no argument for the padding."""
@@ -332,8 +315,8 @@ class _Convolution(_OrthogonalConvolution):
                 input.
         """
         self._check_axes(input)
-        if self._goes_by_series():
-            return in_format_of(input, self._apply_series(input))
+        if self._series is not None and self._applies_terms():
+            return in_format_of(input, self._series(input, *self._factors(), self.bias))
         return self._convolution(input, self._current_weight(), self.bias)
 
     def adjoint(self) -> Any:
@@ -419,8 +402,8 @@ class _TransposedConvolution(_OrthogonalConvolution):
             sizes = input.shape[-self.dims :]
             cut = crops_for(self.geometry, self._pads, self.padding_mode, sizes, output_size)
             convolution = replace(convolution, pads=cut)
-        if convolution.pads == self._pads and self._goes_by_series():
-            return in_format_of(input, self._apply_series(input))
+        if self._series is not None and convolution.pads == self._pads and self._applies_terms():
+            return in_format_of(input, self._series(input, *self._factors(), self.bias))
         return convolution(input, self._current_weight(), self.bias)
 
     def adjoint(self) -> Any:

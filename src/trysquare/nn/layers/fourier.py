@@ -24,7 +24,7 @@ from trysquare.nn.linalg.fourier import (
 from trysquare.nn.linalg.precision import at_least_float32, protected
 from trysquare.nn.parametrizations import METHODS
 from trysquare.nn.parametrizations.base import random_orthonormal
-from trysquare.nn.parametrizations.upkeep import Caching
+from trysquare.nn.parametrizations.cache import Caching
 
 __all__ = [
     "FourierOrthoConv1d",
@@ -200,9 +200,7 @@ class _FourierConvolution(ImageSized):
 
     def response(self, sizes: Sizes) -> Tensor:
         """Orthonormal blocks on a coarse domain of the given sizes; kept in eval mode where no gradient is wanted."""
-        if not self.may_cache([self.weight], self._parameters, ["weight"]):
-            return self._built(sizes)
-        return self.cache.kept(lambda: self._built(sizes), self._parameters, ["weight"], sizes)
+        return self.cached(lambda: self._built(sizes), [self.weight], self._parameters, ["weight"], sizes)
 
     def _built(self, sizes: Sizes) -> Tensor:
         exact = self.weight.to(at_least_float32(self.weight.dtype))

@@ -19,7 +19,7 @@ from trysquare.nn.linalg.orthogonalize import cayley_rows
 from trysquare.nn.linalg.precision import at_least_float32, full_precision, protected
 from trysquare.nn.linalg.rescaling import limited, positive
 from trysquare.nn.linalg.sandwich import sandwich_pair
-from trysquare.nn.parametrizations.upkeep import Caching
+from trysquare.nn.parametrizations.cache import Caching
 
 __all__ = [
     "SandwichConv1d",
@@ -80,10 +80,8 @@ class FrequencyResponse(Caching):
 
     def forward(self, sizes: Sizes) -> tuple[Tensor, Tensor]:
         """``(*frequencies, groups, hidden, m)`` before the activation and, to be transposed, after it."""
-        names = ("free", "free_psi")
-        if self.may_cache((self.free, self.free_psi), self._parameters, names):
-            return self._ordered(self.cache.kept(lambda: self._built(sizes), self._parameters, names, sizes))
-        return self._ordered(self._built(sizes))
+        free, names = (self.free, self.free_psi), ("free", "free_psi")
+        return self._ordered(self.cached(lambda: self._built(sizes), free, self._parameters, names, sizes))
 
     def _ordered(self, both: Tensor) -> tuple[Tensor, Tensor]:
         """The halves in the order in which they are applied."""

@@ -1,8 +1,8 @@
 """SOC without its kernel: the terms of the exponential are applied to the input one after the other.
 
 The kernel that they add up to has ``terms (k - 1) + 1`` taps on each axis. In two and three dimensions these are many
-more than those of ``terms`` small kernels, and in training to add them up anew for each step costs more than most
-batches. For backward a map is kept for each term.
+more than those of ``terms`` small kernels, and adding them up for each step of training costs more than most batches.
+For backward a map is kept for each term. Which of the two ways a layer takes is decided when it is built.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Series:
 
     Attributes:
         geometry: numbers of the convolution.
-        terms: degree of the Taylor polynomial.
+        coefficients: of the polynomial that stands for the exponential, from the constant one upwards.
         skew: how the skew kernel is applied, in every term.
         matrix: how the matrix is applied.
     """
 
     geometry: ConvGeometry
-    terms: int
+    coefficients: list[float]
     skew: Convolution
     matrix: Convolution
 
@@ -62,7 +62,10 @@ class Series:
         matrix = Convolution(
             geometry.reach, whole.stride, whole.dilation, whole.groups, rest, "circular", whole.transposed
         )
-        return cls(geometry, terms, skew, matrix)
+        # The adjoint of ``S``, which a transposed convolution is about, is ``-S``.
+        sign = -1 if geometry.transposed else 1
+        coefficients = [a * sign**j for j, a in enumerate(parametrization.coefficients)]
+        return cls(geometry, coefficients, skew, matrix)
 
     def __call__(self, x: Tensor, matrix: Tensor | None, skew: Tensor, bias: Tensor | None) -> Tensor:
         """Apply the factors, see ``SOC.factors``, to ``(batch, channels, *sizes)``, or without the batch."""
@@ -78,14 +81,11 @@ class Series:
         return self.geometry.built_from_adjoint == self.geometry.transposed
 
     def _rotated(self, x: Tensor, skew: Tensor) -> Tensor:
-        """``Σ_{j <= terms} Sʲ x / j!``, from the last term to the first.
-
-        Of a transposed convolution the adjoint is wanted, and that of ``S`` is ``-S``.
-        """
-        sign = -1 if self.geometry.transposed else 1
-        y = x
-        for term in range(self.terms, 0, -1):
-            y = x.add(self.skew(y, skew), alpha=sign / term)
+        """Return ``Σ_j coefficients[j] Sʲ x`` by Horner's scheme."""
+        *lower, last = self.coefficients
+        y = last * x
+        for coefficient in reversed(lower):
+            y = self.skew(y, skew).add(x, alpha=coefficient)
         return y
 
     def _mixed(self, x: Tensor, matrix: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from itertools import product
 from math import prod
@@ -149,22 +150,22 @@ def identity(channels: int, dims: int, like: Tensor) -> Tensor:
     return torch.eye(channels, dtype=like.dtype, device=like.device)[(..., *(None,) * dims)]
 
 
-def exponential_kernel(skew: Tensor, terms: int, *, dims: int) -> Tensor:
-    """Taylor polynomial of the exponential of a convolution, ``Σ_{j <= terms} Sʲ / j!``, as one kernel.
+def polynomial_kernel(kernel: Tensor, coefficients: Sequence[float], *, dims: int) -> Tensor:
+    """Return the kernel of the polynomial ``Σ_j coefficients[j] Kʲ`` of a convolution ``K``.
 
     Args:
-        skew: ``(*batch, c, c, *k)`` with ``k`` odd, the origin in the middle.
-        terms: degree of the polynomial.
+        kernel: ``(*batch, c, c, *k)`` with ``k`` odd, the origin in the middle.
+        coefficients: at least two, from the constant one upwards.
         dims: number of kernel axes.
 
     Returns:
-        ``(*batch, c, c, *(terms (k - 1) + 1))``.
+        ``(*batch, c, c, *(degree (k - 1) + 1))``.
     """
-    one = identity(skew.shape[-dims - 1], dims, skew).expand(*skew.shape[: -dims - 2], *(-1,) * (dims + 2))
-    power = one
-    for term in range(terms, 0, -1):
-        power = compose(skew, power, dims=dims) / term
-        middle = tuple(size // 2 for size in _taps(power, dims))
-        pads = [amount for size in reversed(middle) for amount in (size, size)]
-        power = power + F.pad(one, pads)
-    return power
+    one = identity(kernel.shape[-dims - 1], dims, kernel).expand(*kernel.shape[: -dims - 2], *(-1,) * (dims + 2))
+    *lower, last = coefficients
+    total = last * kernel
+    for degree, coefficient in enumerate(reversed(lower)):
+        total = compose(kernel, total, dims=dims) if degree else total
+        pads = [size // 2 for size in reversed(_taps(total, dims)) for _ in range(2)]
+        total = total + F.pad(coefficient * one, pads)
+    return total

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from trysquare.nn.linalg.projectors import peel
+from trysquare.nn.parametrizations.assignment import search_free_tensors
 from trysquare.nn.parametrizations.composed import Composed
 from trysquare.nn.parametrizations.orthonormal import free_for
-from trysquare.nn.parametrizations.search import search_free_tensors
 
 # Random starts for the frames of one group in one guess, and what counts as an arrival.
 _GRAM_STARTS = 4

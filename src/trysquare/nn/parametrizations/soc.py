@@ -1,49 +1,74 @@
 """SOC (Singla and Feizi, 2021): the exponential of a skew kernel, as one explicit kernel.
 
-A kernel ``S`` with ``Sᵀ = -S`` has an orthogonal exponential. Its Taylor polynomial ``Σ_{j <= t} Sʲ / j!`` is formed by
-block convolution (the paper, appendix E) once for each weight; or a layer takes ``factors`` and applies the terms to
-its input (``layers.series``). The polynomial differs from the exponential by at most ``Σ_{j > t} ‖S‖ʲ / j!``,
-so the norm of ``S`` must be known: the free kernel is divided by a certified bound of its norm *before* it is made
-skew, which keeps it skew. Singular values are then within that sum of 1.
+A kernel ``S`` with ``Sᵀ = -S`` has an orthogonal exponential. It is approximated by a polynomial of ``S``, which a
+layer either forms as one kernel, by block convolution (the paper, appendix E), or applies to its input term by term
+(``layers.series``).
+
+The norm of ``S`` is known: the free kernel is divided by a certified bound of its norm *before* it is made skew, which
+keeps it skew. So the eigenvalues of ``S`` are on the segment from ``-i norm`` to ``i norm``, and the polynomial is the
+truncated Chebyshev series of ``exp`` on this segment, ``Σ_k i^k (2 - δ_k0) J_k(norm) T_k(S / (i norm))`` with Bessel
+functions ``J_k``. Because ``|J_k(x)| <= (x / 2)^k / k!``, singular values are within
+``Σ_{k > terms} 2 (norm / 2)^k / k!`` of 1. The Taylor polynomial, which the authors use, is about ``2^terms`` times
+further off: for an error below 1e-6 it takes 9 terms where this one takes 7.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate, islice
-from math import gcd, prod
+from itertools import accumulate, islice, zip_longest
+from math import factorial, fsum, gcd, prod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from trysquare.nn.geometry import ConvGeometry, Sizes, positive
-from trysquare.nn.linalg.kernels import adjoint, compose, exponential_kernel
+from trysquare.nn.linalg.kernels import adjoint, compose, polynomial_kernel
 from trysquare.nn.linalg.norms import kernel_norm_bound
 from trysquare.nn.linalg.precision import at_least_float32, protected
+from trysquare.nn.parametrizations.cache import WeightCache
 from trysquare.nn.parametrizations.composed import Composed
-from trysquare.nn.parametrizations.upkeep import WeightCache
 
 _TOLERANCE = 1e-6
-# An angle of pi reaches every rotation. The terms of the series add up to exp(norm), and with them their rounding.
+# An angle of pi reaches every rotation. The terms add up to about exp(norm), and with them their rounding.
 _LARGEST_NORM = 8.0
 _MOST_TERMS = 60
 
 
 def truncation_error(norm: float, terms: int) -> float:
-    """``Σ_{j > terms} normʲ / j!``: how far the Taylor polynomial is from the exponential of a skew kernel.
+    """``Σ_{k > terms} 2 (norm / 2)^k / k!``: how far the polynomial may be from the exponential.
 
-    >>> f"{truncation_error(1.0, 9):.1e}"
-    '3.0e-07'
+    >>> f"{truncation_error(1.0, 7):.1e}"
+    '2.1e-07'
     """
-    sizes = accumulate(range(1, terms + _MOST_TERMS), lambda size, j: size * norm / j, initial=1.0)
+    sizes = accumulate(range(1, terms + _MOST_TERMS), lambda size, k: size * norm / (2 * k), initial=2.0)
     return sum(islice(sizes, terms + 1, None))
 
 
+def exponential_coefficients(norm: float, terms: int) -> list[float]:
+    """Return the coefficients of a polynomial near ``exp`` from ``-i norm`` to ``i norm``, the constant one first.
+
+    >>> [round(a, 4) for a in exponential_coefficients(1.0, 3)]
+    [0.995, 0.9975, 0.4596, 0.1565]
+    """
+    # Coefficients of U_k(s) = i^k T_k(s / (i norm)): U_0 = 1, U_1 = s / norm, U_{k + 1} = 2 s / norm U_k + U_{k - 1}.
+    last, present = [0.0], [1.0]
+    total = [0.0] * (terms + 1)
+    for k in range(terms + 1):
+        twice = 2 if k else 1
+        series = ((-1) ** m * (norm / 2) ** (2 * m + k) / (factorial(m) * factorial(m + k)) for m in range(_MOST_TERMS))
+        bessel = fsum(series)
+        for j, coefficient in enumerate(present):
+            total[j] += twice * bessel * coefficient
+        shifted = [0.0, *(twice / norm * coefficient for coefficient in present)]
+        last, present = present, [a + b for a, b in zip_longest(shifted, last if k else (), fillvalue=0.0)]
+    return total
+
+
 def enough_terms(norm: float, tolerance: float = _TOLERANCE) -> int:
-    """Least number of terms whose truncation error is below ``tolerance``.
+    """Return the least number of terms whose truncation error is below ``tolerance``.
 
     >>> enough_terms(1.0)
-    9
+    7
     """
     return next(terms for terms in range(1, 10 * _MOST_TERMS) if truncation_error(norm, terms) < tolerance)
 
@@ -57,8 +82,8 @@ class SOC(Composed):
     Args:
         geometry: numbers of the layer, with the size of the weight.
         orthogonalizer_name: how the matrix is made orthonormal.
-        terms: degree of the Taylor polynomial; by default as many as make the error less than 1e-6. Fourteen make it
-            less than 1e-12, for float64.
+        terms: degree of the polynomial; by default as many as make the error less than 1e-6, which are 7. With 12 it
+            is less than 1e-12, for float64; with 5, which other libraries use, less than 5e-5.
         norm: bound of the norm of the skew kernel, that is of the angles by which it rotates; at most 8. Larger
             reaches more and takes more terms; pi reaches every angle.
         factory: device and dtype.
@@ -81,6 +106,7 @@ class SOC(Composed):
             raise ValueError("method='soc' has no parsimonious variant: its stride is that of the RKO matrix")
         self.norm = norm
         self.terms = enough_terms(norm) if terms is None else terms
+        self.coefficients = exponential_coefficients(norm, self.terms)
         self.skew_size = tuple(
             (k - r) // self.terms + 1 for k, r in zip(geometry.kernel_size, geometry.reach, strict=True)
         )
@@ -152,13 +178,12 @@ class SOC(Composed):
         which is the identity if there is none; the other way round where the weight is built from its adjoint.
         """
         if not torch.compiler.is_compiling():
-            self._be_tended()
-            self._written.check()
+            self._writes.check()
         exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]
-        skew = self._from(self._factors["skew"], lambda: protected(self._skew_blocks, exact[-1:]), free)
+        skew = self._from_cache(lambda: protected(self._skew_blocks, exact[-1:]), free, self._factors["skew"])
         if not self._matrix_count:
             return None, skew
-        matrix = self._from(self._factors["matrix"], lambda: protected(self._matrix_blocks, exact[:1]), free)
+        matrix = self._from_cache(lambda: protected(self._matrix_blocks, exact[:1]), free, self._factors["matrix"])
         return matrix, skew
 
     def _skew_blocks(self, free: Tensor) -> Tensor:
@@ -168,7 +193,7 @@ class SOC(Composed):
         return self._blocks(_taps_last(self._split_taps(self.matrix(free))))
 
     def forget(self) -> None:
-        """Build anew next time, the factors too."""
+        """Clear the cache, of the factors too."""
         super().forget()
         for cache in self._factors.values():
             cache.clear()
@@ -196,7 +221,7 @@ class SOC(Composed):
     def _joined(self, matrix: Tensor | None, skew: Tensor) -> Tensor:
         """``matrix ∘ exp(skew)``: ``(g, rows, c, *reach)`` and ``(g, c, c, *k)`` to ``(g, rows, c, ...)``."""
         dims = self.geometry.dims
-        rotation = exponential_kernel(skew, self.terms, dims=dims)
+        rotation = polynomial_kernel(skew, self.coefficients, dims=dims)
         return rotation if matrix is None else compose(matrix, rotation, dims=dims)
 
     def reconditioned_inner(self, *free: Tensor) -> list[Tensor]:

@@ -50,7 +50,7 @@ rule(activations.NActivation, EuclideanNorm)(lambda layer, *shapes: 1.0)
 
 
 def _by_series(layer: Any) -> bool:
-    return bool(layer._goes_by_series())
+    return bool(layer._applies_terms())
 
 
 def linear_layer(layer: nn.Module, shape: Shape) -> float:
