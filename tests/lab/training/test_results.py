@@ -39,7 +39,7 @@ def test_a_wrong_certificate_is_an_error(run, capsys, monkeypatch):
     assert "fell inside of their radius" in printed.err
 
 
-def _too_small(model, shape):
+def _too_small(model, shape, **options):
     from dataclasses import replace
 
     from trysquare.verify.lipschitz import Analysis, analyse
@@ -48,7 +48,7 @@ def _too_small(model, shape):
         head_weight = None
         features_bound = 0.1
 
-    found = analyse(model, shape)
+    found = analyse(model, shape, **options)
     return Smaller(**{name: getattr(replace(found, bound=0.1), name) for name in ("bound", "graph", "walk", "gains")})
 
 
