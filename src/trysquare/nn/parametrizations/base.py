@@ -184,7 +184,7 @@ def _plainly_laid_out(weight: Tensor) -> Tensor:
     step = 1
     for size, stride in zip(reversed(weight.shape), reversed(weight.stride()), strict=True):
         if stride != step:
-            return weight.flatten().view(weight.shape)
+            return weight.reshape(-1).view(weight.shape)
         step *= size
     return weight
 
