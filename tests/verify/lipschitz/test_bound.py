@@ -126,6 +126,11 @@ def test_what_is_not_lipschitz_or_not_followed_raises():
             bound(function)
 
 
+def test_batch_on_another_axis_is_named():
+    with pytest.raises(NoRuleError, match="first axis of inputs and outputs must be the batch"):
+        bound(lambda m, x: x.transpose(0, 1), (3,))
+
+
 class Unknown(nn.Module):
     def forward(self, x):
         return torch.exp(x)

@@ -62,6 +62,12 @@ CALLS = {
     "adaptive": (lambda m, x: F.adaptive_avg_pool2d(x, (2, 4)), MAP, True),
     "interpolate": (lambda m, x: F.interpolate(x, [7, 5], mode="bilinear"), MAP, True),
     "windows": (lambda m, x: F.unfold(x, 2, 1, 0, 1), MAP, True),
+    "windows added up": (lambda m, x: F.fold(F.unfold(x, 2), x.shape[2:], 2), MAP, True),
+    "windows added up in steps": (
+        lambda m, x: F.fold(F.unfold(x, 2, 2, 1, 1) * m.w.flatten()[:12].view(-1, 1), (4, 5), 2, 2, 1, 1),
+        (3, 4, 5),
+        False,
+    ),
     "leaky_relu": (lambda m, x: F.leaky_relu(x, negative_slope=-3.0), MAP, True),
     "elu": (lambda m, x: F.elu(x, 3.0), MAP, False),
     "softmax": (lambda m, x: F.softmax(x, 1), (4,), False),

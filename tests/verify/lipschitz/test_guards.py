@@ -190,6 +190,18 @@ def test_training_mode_is_refused_where_it_matters(layer):
     assert ts.lipschitz_bound(nn.Sequential(nn.Identity(), layer).eval(), (4,)) > 0
 
 
+def test_layouts_of_torchs_pooling_are_no_writes():
+    def critic():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            spectral_norm(nn.Conv2d(3, 8, 4, 2, 1)), nn.LeakyReLU(0.2, inplace=True),
+            parametrizations.spectral_norm(nn.Conv2d(8, 1, 4, 2, 1)), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        ).eval()  # fmt: skip
+
+    plain = ts.lipschitz_bound(critic(), (3, 16, 16))
+    assert ts.lipschitz_bound(critic().to(memory_format=torch.channels_last), (3, 16, 16)) == pytest.approx(plain)
+
+
 def test_the_size_of_the_batch_is_no_constant():
     for function in (lambda m, x: x / x.shape[0], lambda m, x: x / x.numel()):
         with pytest.raises(NoRuleError, match="batch"):

@@ -191,7 +191,8 @@ def _bounded(model: nn.Module, graph: Graph) -> tuple[float, Walk, dict[int, flo
         if labels.ndim == 0 or labels.shape[0] != batch:
             raise NoRuleError(
                 f"{class_name(model)} moves or mixes the samples of a batch: it returns {tuple(labels.shape)} for a "
-                f"batch of {batch}"
+                f"batch of {batch}. The first axis of inputs and outputs must be the batch; torch's recurrent layers "
+                "have it second unless batch_first=True"
             )
     weights, gains = _weights_of_samples(model, walk, graph)
     if not all(torch.allclose(each, weights[0], rtol=1e-6, atol=0.0) for each in weights):
@@ -346,10 +347,10 @@ def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> No
             given = each(lambda v: v[:batch].clone())
             with CopiesAndWrites(tree_leaves(given)) as seen:
                 called(given, copy=False)
-            if seen.found != CopiesAndWrites.of(found.graph.steps):
+            if (line := seen.first_difference(found.graph.steps)) is not None:
                 raise NoRuleError(
-                    f"{class_name(model)} writes into values that share memory with others when it is followed and do "
-                    "not when it runs, or the other way round; write with clone() what is to be a copy"
+                    f"{class_name(model)} copies or writes ({line}) otherwise when it runs than when it is followed, "
+                    "so that a write may reach another value; write with clone() what is to be a copy"
                 )
     with torch.enable_grad():  # what an attack computes
         graded = called(inputs)

@@ -933,6 +933,21 @@ def avg_pool(node: Node, given: list[Tensor]) -> Weights:
     return _maps(node, given[0], norm)
 
 
+@_on("col2im", remark="its windows overlap: divide by how many hold a position", attained=True,
+     rounding=lambda args, out: _overlap_rounding(args, out))  # fmt: skip
+def overlap_add(node: Node, given: list[Tensor]) -> Weights:
+    """Windows that are added up where they overlap: a position is a sum of as many numbers as windows hold it."""
+    windows = [_each(node.args[name], 2) for name in ("kernel_size", "dilation", "padding", "stride")]
+    labels, weights = node.values[0].labels, given[0]
+    held = F.fold(torch.ones_like(labels), weights.shape[-2:], *windows)
+    return [(labels, F.unfold(scaled(weights, held.sqrt() * _UP), *windows))]
+
+
+def _overlap_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+    terms = math.prod(_each(args["kernel_size"], 2))
+    return (terms + 16) * UNIT_ROUNDOFF * 2 * size_of(args["self"]) * math.sqrt(terms)
+
+
 @_on("_adaptive_avg_pool2d _adaptive_avg_pool3d", remark=_AVERAGES, attained=True, rounding=_window_rounding)
 def adaptive_avg_pool(node: Node, given: list[Tensor]) -> Weights:
     """Averages along one axis at a time."""

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -820,7 +821,7 @@ class CopiesAndWrites(TorchDispatchMode):
     """Notes the calls that copy values or write to where they are, in a run of the model itself.
 
     Attributes:
-        found: names of these calls and layouts of the values among their arguments; ``of`` has them of a trace.
+        found: names of these calls and layouts of the values among their arguments.
 
     Args:
         inputs: what the model is called with.
@@ -851,17 +852,21 @@ class CopiesAndWrites(TorchDispatchMode):
                 self._values[address(tensor)] = tensor
         return result
 
-    @staticmethod
-    def of(steps: Sequence[Step]) -> list[tuple[str, Any]]:
-        """The copies and writes among the steps of a trace."""
-        return [
-            (step.base, [leaf.layout for leaf in leaves_of(step.args) if isinstance(leaf, Place)])
-            for step in steps
-            if _copies_or_writes(step.base)
-        ]
+    def first_difference(self, steps: Sequence[Step]) -> str | None:
+        """Where the copies and writes of a trace first differ from those of this run; ``None`` if they do not."""
+        noted = [step for step in steps if _copies_or_writes(step.base)]
+        for step, ran in zip_longest(noted, self.found):
+            if step is None:
+                return f"{ran[0]}, inside of torch"
+            places = [leaf.layout for leaf in leaves_of(step.args) if isinstance(leaf, Place)]
+            if (step.base, places) != ran:
+                return f"{step.base}, {step.line}"
+        return None
 
 
 def _copies_or_writes(name: str) -> bool:
+    if name == "as_strided_":  # writes nothing: torch's pooling calls it on what it made for itself
+        return False
     return name in ("clone", "_to_copy") or (name.endswith("_") and not name.startswith("_"))
 
 
