@@ -12,6 +12,7 @@ from pathlib import Path
 from trysquare.lab.cli import main
 from trysquare.lab.training import load_run
 from trysquare.lab.training.results import summary
+from trysquare.verify.certification import radius_text
 
 
 def run(*command: str) -> float:
@@ -43,7 +44,7 @@ def demo(folder: str) -> None:
     found = json.loads((Path(folder) / "attack.json").read_text())
     radii = zip(found["epsilons"], found["certified"], found["attacked"], strict=True)
     accuracies = [("clean", f"{found['clean']:.1%}")]
-    accuracies += [(f"at radius {e:.3g}", f"certified {c:.1%}, under attack {a:.1%}") for e, c, a in radii]
+    accuracies += [(f"at radius {radius_text(e)}", f"certified {c:.1%}, under attack {a:.1%}") for e, c, a in radii]
     rows(f"accuracy on {found['samples']} test images", accuracies)
     rows(
         "seconds",

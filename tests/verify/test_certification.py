@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trysquare as ts
-from trysquare.verify.certification import evaluating, pairwise_distances
+from trysquare.verify.certification import evaluating, pairwise_distances, radius_text
 from trysquare.verify.lipschitz import NoRuleError, analyse
 
 SQRT2 = math.sqrt(2)
@@ -683,3 +683,12 @@ def test_audits_of_models_without_a_lower_bound():
     report = ts.audit(OneDtype(), (3,))
     assert report.lower_bound is None
     assert report.bound > 0
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "text"),
+    [(36 / 255, "36/255"), (1.0, "255/255"), (0.0, "0"), (0.3, "0.3"), (1e-9, "1e-09"), (1e308, "1e+308")],
+)
+def test_a_radius_has_one_text(epsilon, text):
+    assert radius_text(epsilon) == text
+    assert radius_text(float(f"{epsilon:.6g}")) == text  # as `metrics.jsonl` keeps it

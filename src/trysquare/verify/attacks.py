@@ -24,12 +24,12 @@ from trysquare.verify.certification import (
     _checked_epsilons,
     _checked_labels,
     _checked_logits,
-    _fraction,
     batches_of,
     checked_number,
     evaluating,
     pairs,
     prepared,
+    radius_text,
 )
 from trysquare.verify.lipschitz import input_like
 from trysquare.verify.lipschitz.shadow import require_dense, require_plain_module
@@ -423,7 +423,7 @@ class AttackReport:
         for epsilon, certified, attacked in zip(self.epsilons, self.certified, self.attacked, strict=True):
             if not certified <= attacked <= self.clean:
                 raise CertificateError(
-                    f"at {_fraction(epsilon)} certified {certified:.4f} <= attacked {attacked:.4f} <= clean "
+                    f"at {radius_text(epsilon)} certified {certified:.4f} <= attacked {attacked:.4f} <= clean "
                     f"{self.clean:.4f} does not hold"
                 )
 
@@ -452,7 +452,7 @@ class AttackReport:
     def __str__(self) -> str:
         lines = [f"{'radius':<10}{'certified':>10}{'attacked':>10}{'clean':>10}"]
         for epsilon, certified, attacked in zip(self.epsilons, self.certified, self.attacked, strict=True):
-            lines.append(f"{_fraction(epsilon):<10}{certified:>10.2%}{attacked:>10.2%}{self.clean:>10.2%}")
+            lines.append(f"{radius_text(epsilon):<10}{certified:>10.2%}{attacked:>10.2%}{self.clean:>10.2%}")
         try:
             self.check()
         except CertificateError as error:

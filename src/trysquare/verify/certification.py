@@ -314,7 +314,7 @@ class Certificate:
 
     def __str__(self) -> str:
         rows = [("clean", self.clean_accuracy)]
-        rows += [(f"certified at {_fraction(e)}", self.certified_accuracy(e)) for e in self.epsilons]
+        rows += [(f"certified at {radius_text(e)}", self.certified_accuracy(e)) for e in self.epsilons]
         width = max(len(name) for name, _ in rows)
         table = "\n".join(f"{name:<{width}}  {accuracy:7.2%}" for name, accuracy in rows)
         constant = "of the features, last layer pair by pair" if self.pairwise else "of all logits"
@@ -328,10 +328,16 @@ class Certificate:
         )
 
 
-def _fraction(epsilon: float) -> str:
-    """``36/255`` where that is what it is."""
-    steps = round(epsilon * 255)
-    return f"{steps}/255" if steps and abs(epsilon * 255 - steps) < 1e-9 else f"{epsilon:g}"
+def radius_text(epsilon: float) -> str:
+    """Return a radius as tables, reports and progress lines show it: to six digits, as ``36/255`` where it is that.
+
+    >>> from trysquare.verify.certification import radius_text
+    >>> radius_text(36 / 255), radius_text(0.141176), radius_text(0.3), radius_text(1.0), radius_text(0.0)
+    ('36/255', '36/255', '0.3', '255/255', '0')
+    """
+    text, steps = f"{epsilon:.6g}", round(min(epsilon, 1e6) * 255)  # 255 times the largest floats overflows
+    # Compared as text: ``metrics.jsonl`` keeps six digits of a radius, and what is read from there has the same name.
+    return f"{steps}/255" if steps and text == f"{steps / 255:.6g}" else text
 
 
 def certify(

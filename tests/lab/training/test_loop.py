@@ -346,24 +346,24 @@ def test_a_radius_may_rise():
 def test_the_line_on_a_terminal(monkeypatch):
     stream = io.StringIO()
     stream.isatty = lambda: True
-    display = Display(10, 100, 0, "0.5", stream)
+    display = Display(10, 100, 0, 36 / 255, stream)
     assert not display.due()
-    display.evaluated(0, Evaluation(0.5, 0.9, {"0.5": 0.4}))
+    display.evaluated(0, Evaluation(0.5, 0.9, {36 / 255: 0.4}))
     display.last = display.began = time.monotonic() - 10
     assert display.due()
     display.show(1, 50, 0.25, 0.75, 1234.0)
     kept, line = stream.getvalue().split("\n")
-    assert "accuracy 90.0%  certified at 0.5: 40.0%" in kept
+    assert "accuracy 90.0%  certified at 36/255: 40.0%" in kept
     for part in (
         "epoch 2/10",
         "loss 0.2500",
         "accuracy 75.0%",
-        "certified at 0.5: 40.0%",
+        "certified at 36/255: 40.0%",
         "1,234 images/s",
         "0:10 left",
     ):
         assert part in line
-    assert not Display(1, 1, 0, "0.5", None).due()
+    assert not Display(1, 1, 0, 0.5, None).due()
 
 
 def test_what_a_log_file_sees(tmp_path, capsys, monkeypatch):

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trysquare.lab.report.formats import epsilon, number, percent, radius, scientific
+from trysquare.lab.report.formats import number, percent, radius, scientific
 from trysquare.lab.report.markup import LARGEST, Axis, Chart, Frame, Markup, Point, Rows, apart, join
 from trysquare.lab.report.reading import Record
 from trysquare.verify.attacks import AttackReport
 from trysquare.verify.auditing import LayerAudit
-from trysquare.verify.certification import Certificate
+from trysquare.verify.certification import Certificate, radius_text
 
 WIDE, NARROW, PANEL = 1000, 360, 360
 CURVE_POINTS = 241
@@ -38,7 +38,7 @@ def curve_chart(certificate: Certificate, attack: AttackReport | None) -> Markup
     attacked = [] if attack is None else list(zip(attack.epsilons, attack.attacked, strict=True))
     curve = certificate.curve(CURVE_POINTS, _largest_radius(certificate, attacked))
     clean = certificate.clean_accuracy
-    told = "; ".join(f"{percent(certificate.certified_accuracy(e))} at {epsilon(e)}" for e in certificate.epsilons)
+    told = "; ".join(f"{percent(certificate.certified_accuracy(e))} at {radius_text(e)}" for e in certificate.epsilons)
     description = f"It falls from {percent(curve[0][1])} at radius 0. Certified: {told}. Clean: {percent(clean)}."
 
     def draw(width: int, key: str) -> Chart:
@@ -53,9 +53,9 @@ def curve_chart(certificate: Certificate, attack: AttackReport | None) -> Markup
         chart.line(curve, "certified")
         for e in certificate.epsilons:
             share = certificate.certified_accuracy(e)
-            chart.marker((e, share), "certified", f"certified at {epsilon(e)}: {percent(share)}")
+            chart.marker((e, share), "certified", f"certified at {radius_text(e)}: {percent(share)}")
         for e, share in attacked:
-            chart.diamond((e, share), "attacked", f"attacked at {epsilon(e)}: {percent(share)}")
+            chart.diamond((e, share), "attacked", f"attacked at {radius_text(e)}: {percent(share)}")
         return chart
 
     return _both(draw)

@@ -30,16 +30,6 @@ def radius(value: float) -> str:
     return f"{math.floor(value * 1000 + _SLACK) / 1000:.3f}"
 
 
-def epsilon(value: float) -> str:
-    """A radius that was asked for: ``36/255`` where it is that to six digits.
-
-    >>> epsilon(36 / 255), epsilon(0.141176), epsilon(0.5)
-    ('36/255', '36/255', '0.5')
-    """
-    steps = round(value * 255)
-    return f"{steps}/255" if steps and abs(value * 255 - steps) < 2e-4 else f"{value:g}"
-
-
 def number(value: float | None) -> str:
     """Seven digits, as many as float32 has; a dash for what is not known.
 

@@ -20,12 +20,12 @@ from torch import Tensor
 from trysquare.files import inside, write_whole
 from trysquare.lab.data import DATASETS, Images, load
 from trysquare.lab.report.charts import certified_series, class_chart, curve_chart, line_chart, series, spectra_chart
-from trysquare.lab.report.formats import bound, count, duration, epsilon, number, percent, radius, scientific
+from trysquare.lab.report.formats import bound, count, duration, number, percent, radius, scientific
 from trysquare.lab.report.markup import Markup, absent, join, legend, section, table, tag
 from trysquare.lab.report.reading import COMMANDS, Results, read_recipe, read_results
 from trysquare.verify.attacks import CertificateError
 from trysquare.verify.auditing import AuditReport
-from trysquare.verify.certification import Certificate
+from trysquare.verify.certification import Certificate, radius_text
 
 # Nothing is loaded and no script runs, whatever the page holds.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -176,7 +176,7 @@ def headline(run: Results) -> Markup:
         tag("b", percent(certificate.clean_accuracy)),
         " correctly. For ",
         tag("b", percent(certificate.certified_accuracy(first)), class_="accent"),
-        f" {proved} that no change of length up to {epsilon(first)} turns the answer.",
+        f" {proved} that no change of length up to {radius_text(first)} turns the answer.",
         class_="headline",
     )
 
@@ -189,7 +189,7 @@ def key_numbers(run: Results) -> Markup:
     for e in certificate.epsilons:
         under = attacked.get(e)
         note = "not attacked" if under is None else f"attacked {percent(under)}"
-        tiles.append(_tile(f"certified at {epsilon(e)}", certificate.certified_accuracy(e), note, under))
+        tiles.append(_tile(f"certified at {radius_text(e)}", certificate.certified_accuracy(e), note, under))
     return tag("ul", tiles, class_="tiles")
 
 
@@ -319,7 +319,7 @@ def _curve_row(run: Results, e: float) -> list[str]:
     under = None if run.attack is None else dict(zip(run.attack.epsilons, run.attack.attacked, strict=True)).get(e)
     comparable = run.attack is not None and run.attack.samples == len(run.certificate.radii)
     between = percent(max(under - share, 0.0)) if comparable and under is not None else "–"
-    return [epsilon(e), percent(share), "–" if under is None else percent(under), between]
+    return [radius_text(e), percent(share), "–" if under is None else percent(under), between]
 
 
 def training(run: Results) -> Markup:
@@ -330,7 +330,7 @@ def training(run: Results) -> Markup:
         lines = [(label, kind, series(run.metrics, kind, name)) for label, kind in kinds]
         panels.append(_panel(name, lines, limits))
     certified = certified_series(run.metrics, "evaluation") or certified_series(run.metrics, "train")
-    shades = [(epsilon(r), f"shade{i % 4}", line) for i, (r, line) in enumerate(certified.items())]
+    shades = [(radius_text(r), f"shade{i % 4}", line) for i, (r, line) in enumerate(certified.items())]
     panels.append(_panel("certified accuracy", shades, (0.0, 1.0)))
     drawn = [panel for panel in panels if panel is not None]
     if not drawn:

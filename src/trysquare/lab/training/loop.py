@@ -25,7 +25,7 @@ from trysquare.lab.training.run import Run, load_run, starting
 from trysquare.lab.training.step import Gradients, takes_head
 from trysquare.naming import shown
 from trysquare.nn.parametrizations.reconditioning import continue_from, steps_taken
-from trysquare.verify.certification import certified_radius, evaluating
+from trysquare.verify.certification import certified_radius, evaluating, radius_text
 from trysquare.verify.lipschitz import analyse
 
 # Of a recipe, when a run is resumed.
@@ -135,7 +135,7 @@ class _Training:
     def run_to_the_end(self) -> Run:
         """Train what is left."""
         settings, progress = self.recipe.train, self.progress
-        shown = radius_key(sorted(self.recipe.evaluate.epsilons)[len(self.recipe.evaluate.epsilons) // 2])
+        shown = sorted(self.recipe.evaluate.epsilons)[len(self.recipe.evaluate.epsilons) // 2]
         self.display = Display(settings.epochs, self.setup.steps, progress.step, shown, self.stream)
         self.display.say(f"run directory: {self.run.path}")
         self.setup.model.train()
@@ -216,7 +216,9 @@ class _Training:
                 self.run.save_model(self.setup.model, self.setup.arguments)
         self.progress.seconds += time.monotonic() - began
         self.display.evaluated(self.progress.epoch, found)
-        self._record("evaluation", loss=found.loss, accuracy=found.accuracy, certified=found.certified)
+        # Programs read these keys with ``float``, so they are decimals where people are shown 36/255.
+        certified = {f"{epsilon:.6g}": share for epsilon, share in found.certified.items()}
+        self._record("evaluation", loss=found.loss, accuracy=found.accuracy, certified=certified)
 
     def _record(self, kind: str, **numbers: Any) -> None:
         progress = self.progress
@@ -311,17 +313,7 @@ class Evaluation:
 
     loss: float
     accuracy: float
-    certified: dict[str, float]
-
-
-def radius_key(epsilon: float) -> str:
-    """A radius as the key of a JSON object.
-
-    >>> from trysquare.lab.training.loop import radius_key
-    >>> radius_key(36 / 255), radius_key(1.0)
-    ('0.141176', '1')
-    """
-    return f"{epsilon:.6g}"
+    certified: dict[float, float]
 
 
 @torch.no_grad()
@@ -347,7 +339,7 @@ def evaluate(setup: Setup) -> Evaluation:
     return Evaluation(
         loss / count,
         right / count,
-        {radius_key(epsilon): number / count for epsilon, number in zip(epsilons, certified, strict=True)},
+        {epsilon: number / count for epsilon, number in zip(epsilons, certified, strict=True)},
     )
 
 
@@ -362,11 +354,11 @@ class Display:
         epochs: of the whole run.
         steps: of the whole run.
         first: step at which it starts.
-        shown: radius, as a key, whose certified accuracy is shown.
+        shown: radius whose certified accuracy is shown.
         stream: where to; nowhere if ``None``.
     """
 
-    def __init__(self, epochs: int, steps: int, first: int, shown: str, stream: TextIO | None = sys.stderr) -> None:
+    def __init__(self, epochs: int, steps: int, first: int, shown: float, stream: TextIO | None = sys.stderr) -> None:
         self.epochs, self.steps, self.first, self.shown, self.stream = epochs, steps, first, shown, stream
         self.terminal = stream is not None and stream.isatty()
         self.began = self.last = time.monotonic()
@@ -384,14 +376,15 @@ class Display:
         parts = [f"epoch {epoch + 1}/{self.epochs}", f"loss {loss:.4f}", f"accuracy {accuracy:.1%}"]
         if self.evaluation is not None:
             parts += [f"test {self.evaluation.accuracy:.1%}"]
-            parts += [f"certified at {self.shown}: {self.evaluation.certified[self.shown]:.1%}"]
+            share = self.evaluation.certified[self.shown]
+            parts += [f"certified at {radius_text(self.shown)}: {share:.1%}"]
         self._write("  ".join([*parts, f"{speed:,.0f} images/s", f"{_clock(left)} left"]), keep=not self.terminal)
         self.last = time.monotonic()
 
     def evaluated(self, epoch: int, evaluation: Evaluation) -> None:
         """Show, and keep on the screen, what was measured after an epoch."""
         self.evaluation = evaluation
-        certified = ", ".join(f"{radius}: {accuracy:.1%}" for radius, accuracy in evaluation.certified.items())
+        certified = ", ".join(f"{radius_text(epsilon)}: {share:.1%}" for epsilon, share in evaluation.certified.items())
         line = f"epoch {epoch + 1}/{self.epochs}  test loss {evaluation.loss:.4f}  accuracy {evaluation.accuracy:.1%}"
         self._write(f"{line}  certified at {certified}", keep=True)
 
