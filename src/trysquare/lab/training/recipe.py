@@ -509,6 +509,9 @@ def _value(key: str, text: str) -> Any:
     return text if typed else value
 
 
+# Types are checked here and not by pydantic: the fields of a section are the arguments of a function that the recipe
+# names, so that its models would be made at run time; `import trysquare` reads this file, and torch and numpy are all
+# that it needs; and what is most of this file (the nearest name, ranges, 36/255, errors in one sentence) would stay.
 def convert(value: Any, hint: Any, key: str) -> Any:
     """A value as the type that the hint asks for.
 

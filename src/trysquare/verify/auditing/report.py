@@ -113,6 +113,7 @@ class AuditReport:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is not an audit in JSON: {error!r}") from error
 
+    # ``print`` works with torch and numpy alone; ``__rich__`` below adds colours where rich is installed.
     def __str__(self) -> str:
         lines = [list(_HEADER), *(row.cells for row in self.layers)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
