@@ -293,11 +293,13 @@ def test_the_commands_of_the_readme(tmp_path, monkeypatch, capsys):
     lines = text.split("## Train, certify, attack")[1].split("```sh\n")[1].split("```")[0].splitlines()
     shorter = {"train": ["--train.epochs", "1"], "attack": ["--samples", "5"]}
     monkeypatch.chdir(tmp_path)
-    for line in lines[1:]:
+    for line in lines:
         _, command, *arguments = line.split()
         assert main([command, *arguments, *shorter.get(command, [])]) == 0
     assert {path.name for path in (tmp_path / "runs" / "first").iterdir()} >= {
         "certificate.json",
         "attack.json",
+        "audit.json",
+        "report.html",
         "export",
     }
