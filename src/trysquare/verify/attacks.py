@@ -32,7 +32,7 @@ from trysquare.verify.certification import (
     radius_text,
 )
 from trysquare.verify.lipschitz import input_like
-from trysquare.verify.lipschitz.shadow import require_dense, require_plain_module
+from trysquare.verify.lipschitz.checks import require_dense, require_plain_module
 
 Box = tuple[float, float] | None
 Attack = Callable[..., Tensor]

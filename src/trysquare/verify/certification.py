@@ -4,7 +4,7 @@ What is proved. Let ``f`` be the function that the model's calls and weights def
 image that it sees (pixels before any scaling in front of the network, rounded to the model's dtype). No ``x'`` with
 ``|x' - x|`` below the radius of ``x`` is given another class by ``f``. The Lipschitz constants come from
 ``trysquare.lipschitz``, the margins from an evaluation of the same calls in float64, less a bound on the rounding
-errors of that evaluation (``lipschitz.exact``).
+errors of that evaluation (``lipschitz.evaluate``).
 
 What is measured, not proved. The model as it runs has rounding errors of its dtype, at ``x`` and at ``x'``. How far its
 margins are from those in float64 is measured on some of the images and on noisy copies of them, and reported beside the
@@ -32,8 +32,8 @@ from trysquare.nn.linalg.precision import autocast_dtype
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.nn.losses import check_batch
 from trysquare.progress import track
-from trysquare.verify.lipschitz import Analysis, ExactEvaluation, analyse, input_like
-from trysquare.verify.lipschitz.shadow import BATCH, require_dense, require_plain_module
+from trysquare.verify.lipschitz import BATCH, Analysis, ExactEvaluation, analyse, input_like, refuse_difference
+from trysquare.verify.lipschitz.checks import require_dense, require_plain_module
 from trysquare.verify.operators import checked_weight, used_weight
 
 EPSILONS = (36 / 255, 72 / 255, 108 / 255, 1.0)
@@ -395,15 +395,16 @@ def certify(
                 continue
             if found is None or exact is None:
                 found = _analysed(model, shape, len(given))
-                exact = ExactEvaluation(model, found.graph, found.gains)
+                exact = ExactEvaluation(found.graph, found.gains)
             values, rounding = _in_float64(exact, given)
             precision = max(torch.finfo(dtype).eps for dtype in (given.dtype, autocast_dtype(given) or given.dtype))
+            plain = _as_it_runs(model, exact, given, values, rounding)
             logits.append(values)
             labels.append(_checked_labels(classes, values))
             errors.append(rounding)
             here = given[: max(0, measured_samples - len(off))]
             if len(here):
-                seen, differ = _measured(model, exact, here, values[: len(here)], labels[-1][: len(here)])
+                seen, differ = _measured(model, exact, here, plain[: len(here)], values[: len(here)], labels[-1][: len(here)])
                 off, disagreements = torch.cat([off, seen]), disagreements + differ
     if found is None or shape is None or not sum(map(len, labels)):
         raise ValueError("there is no data to certify on")
@@ -442,11 +443,28 @@ def _in_float64(exact: ExactEvaluation, images: Tensor) -> tuple[Tensor, Tensor]
     return torch.cat(logits), torch.cat(errors)
 
 
+def _as_it_runs(
+    model: nn.Module, exact: ExactEvaluation, images: Tensor, values: Tensor, rounding: Tensor
+) -> Tensor:
+    """Logits of the model as it runs.
+
+    Raises:
+        NoRuleError: if they differ from those in float64 by more than rounding: it is not what was traced any more.
+    """
+    plain = _checked_logits(model(images.clone()))  # it may write into its input
+    short = max(images.dtype, autocast_dtype(images) or images.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    reason = (
+        f"{type(model).__name__} does not do the same for every batch: what it returns for this one is not what the "
+        "calls give that were traced and bounded"
+    )
+    refuse_difference([plain], [values], short, exact.in_short(float(rounding.max()), short), reason)
+    return plain
+
+
 def _measured(
-    model: nn.Module, exact: ExactEvaluation, images: Tensor, values: Tensor, labels: Tensor
+    model: nn.Module, exact: ExactEvaluation, images: Tensor, plain: Tensor, values: Tensor, labels: Tensor
 ) -> tuple[Tensor, int]:
     """By how much the model as it runs is off at images and near them, and how many it gives another class."""
-    plain = _checked_logits(model(images))
     near = _moved(images)
     around = _margin_errors(_checked_logits(model(near)), _in_float64(exact, near)[0], labels)
     differ = int((plain.argmax(1) != values.argmax(1)).sum())

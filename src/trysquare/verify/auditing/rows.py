@@ -18,9 +18,8 @@ from trysquare.nn.layers.heads import UnitNormLinear
 from trysquare.nn.layers.pooling import EuclideanNorm
 from trysquare.verify.auditing.report import LayerAudit
 from trysquare.verify.lipschitz import Analysis, input_like, lipschitz_lower_bound
+from trysquare.verify.lipschitz.graph import Frame, Node, class_name
 from trysquare.verify.lipschitz.rules import RULES, batch_norm_scales
-from trysquare.verify.lipschitz.shadow import Frame, class_name
-from trysquare.verify.lipschitz.trace import Node
 from trysquare.verify.operators import Axis, LinearOperator, read_layer, reads
 from trysquare.verify.spectrum import lanczos_extremes, norm_range, singular_values, spectrum_flops
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trysquare.nn.geometry import Sizes
+from trysquare.verify.lipschitz.graph import Calls, Node, Value
 from trysquare.verify.lipschitz.rules import RULES, Rule, Weights, period, scaled, signed_readings, without_border
 from trysquare.verify.lipschitz.theorems import (
     ROUND_UP,
@@ -25,7 +26,6 @@ from trysquare.verify.lipschitz.theorems import (
     residual_bound,
     sandwich_bound,
 )
-from trysquare.verify.lipschitz.trace import Calls, Node, Value
 from trysquare.verify.operators import checked_weight
 
 _LINEAR = ("convolution", "mm", "addmm")

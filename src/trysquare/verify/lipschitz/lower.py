@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trysquare.nn.export import with_fixed_weights
 from trysquare.progress import track
-from trysquare.verify.lipschitz.shadow import require_dense, require_plain_module
+from trysquare.verify.lipschitz.checks import require_dense, require_plain_module
 
 # Half the distance of the two points whose images confirm a slope, in multiples of the norm of the input plus 1: the
 # first loses nothing but rounding, the second less of that where outputs are large.

@@ -29,8 +29,9 @@ from trysquare.nn.linalg.kernels import adjoint
 from trysquare.nn.linalg.precision import at_least_float32, full_precision
 from trysquare.nn.linalg.rescaling import positive
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
+from trysquare.verify.lipschitz.checks import input_like
+from trysquare.verify.lipschitz.graph import NoRuleError, Shape
 from trysquare.verify.lipschitz.leaves import input_dtype, leaf, rule
-from trysquare.verify.lipschitz.shadow import NoRuleError, Shape, input_like
 from trysquare.verify.lipschitz.theorems import (
     ROUND_UP,
     SMALL,

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from trysquare.verify.lipschitz.blocks import as_block
+from trysquare.verify.lipschitz.graph import Calls, Node, Value
 from trysquare.verify.lipschitz.roots import as_root
-from trysquare.verify.lipschitz.trace import Calls, Node, Value
 
 # Calls of which two make a pair, and the call that has the results of both.
 _PAIRS = {

@@ -27,8 +27,7 @@ from torch import Tensor
 from trysquare.nn.linalg.bounds import SingularValueRange, normalized, rescaled_up, singular_value_range
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
-from trysquare.verify.lipschitz.shadow import NoRuleError, class_name
-from trysquare.verify.lipschitz.trace import Node, Value
+from trysquare.verify.lipschitz.graph import Node, NoRuleError, Value, class_name
 from trysquare.verify.operators import Axis, LinearOperator, checked_weight
 from trysquare.verify.spectrum import norm_range
 
