@@ -404,7 +404,9 @@ def certify(
             errors.append(rounding)
             here = given[: max(0, measured_samples - len(off))]
             if len(here):
-                seen, differ = _measured(model, exact, here, plain[: len(here)], values[: len(here)], labels[-1][: len(here)])
+                seen, differ = _measured(
+                    model, exact, here, plain[: len(here)], values[: len(here)], labels[-1][: len(here)]
+                )
                 off, disagreements = torch.cat([off, seen]), disagreements + differ
     if found is None or shape is None or not sum(map(len, labels)):
         raise ValueError("there is no data to certify on")
@@ -443,9 +445,7 @@ def _in_float64(exact: ExactEvaluation, images: Tensor) -> tuple[Tensor, Tensor]
     return torch.cat(logits), torch.cat(errors)
 
 
-def _as_it_runs(
-    model: nn.Module, exact: ExactEvaluation, images: Tensor, values: Tensor, rounding: Tensor
-) -> Tensor:
+def _as_it_runs(model: nn.Module, exact: ExactEvaluation, images: Tensor, values: Tensor, rounding: Tensor) -> Tensor:
     """Logits of the model as it runs.
 
     Raises:

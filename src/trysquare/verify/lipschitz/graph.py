@@ -99,6 +99,11 @@ class Step:
         args = [tree_map(lambda leaf, n=n: change(n, leaf), arg) for n, arg in zip(names, self.args, strict=False)]
         return args, {n: tree_map(lambda leaf, n=n: change(n, leaf), arg) for n, arg in self.kwargs.items()}
 
+    def named(self, change: Callable[[str, Any], Any]) -> dict[str, Any]:
+        """The same, all of them by name."""
+        args, kwargs = self.arguments(change)
+        return dict(zip((argument.name for argument in self.func._schema.arguments), args, strict=False)) | kwargs
+
     def move(self, payload: Callable[[Any], Tensor], number: Callable[[float], float]) -> Any:
         """Carry out a call that moves numbers on something else in their place.
 
@@ -287,3 +292,13 @@ class Calls:
         if node is None or math.prod(node.outputs[0][1]) != labels.numel():
             return None
         return node if torch.equal(labels.reshape(-1), node.labels().reshape(-1)) else None
+
+
+def same_numbers(one: Tensor, two: Tensor) -> bool:
+    """Whether two tensors are the same, bit by bit but for zeros' signs; nan is the same as nan."""
+    if one.shape != two.shape or one.dtype != two.dtype or one.device != two.device or one.layout != two.layout:
+        return False
+    if one.is_complex():
+        one, two = one.resolve_conj(), two.resolve_conj()
+    floating = one.is_floating_point() or one.is_complex()
+    return torch.equal(one, two) or (floating and torch.allclose(one, two, rtol=0.0, atol=0.0, equal_nan=True))
