@@ -134,10 +134,7 @@ class Recorder:
         args, kwargs = tree_map(lambda leaf: leaf.slot if isinstance(leaf, Recorded) else leaf, (args, kwargs))
         step = Step(op, func, args, kwargs, values[0].dtype)
         if op in MOVES and _only_moves(step, values[0], made[0]):
-            moved = step.move(
-                lambda t: known[t] if isinstance(t, Slot) else torch.zeros(t.shape).double(), lambda _: 0.0
-            )
-            labels = tree_leaves(moved)
+            labels = tree_leaves(step.move(lambda t: known[t] if isinstance(t, Slot) else _zeros(t), lambda _: 0.0))
         else:
             step.node = self._node(step, values, made)
             labels = [step.node.labels(k) for k in range(len(made))]
@@ -174,8 +171,9 @@ class Recorder:
                 "compared, torch.maximum, torch.minimum or clamp, or register its constant with "
                 "@trysquare.lipschitz.rule"
             )
-        known = {value.slot: Value(value.labels) for value in values}
-        named = step.named(lambda _, leaf: known[leaf] if isinstance(leaf, Slot) else leaf)
+        known = {value.slot: value.labels for value in values}
+        # One ``Value`` for each argument, also where two of them are the same.
+        named = step.named(lambda _, leaf: Value(known[leaf]) if isinstance(leaf, Slot) else leaf)
         return self._new_node(step.op, named, made)
 
     def _new_node(self, op: str, args: dict[str, Any], made: list[Tensor]) -> Node:
@@ -265,6 +263,10 @@ def name_of(func: Any) -> str:
     return base if namespace == "aten" else str(func._schema.name)
 
 
+def _zeros(constant: Tensor) -> Tensor:
+    return torch.zeros(constant.shape, dtype=torch.float64)
+
+
 def _numbers(leaf: Any) -> Any:
     return leaf.numbers if isinstance(leaf, Recorded) else leaf
 
@@ -282,9 +284,7 @@ def user_line(error: BaseException | None = None) -> str:
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
         frame = trace.tb_frame if trace is not None else frame
-    while frame is not None and not (
-        frame.f_code.co_name == "_run" and _module(frame) == "trysquare.verify.lipschitz.trace"
-    ):
+    while frame is not None and (frame.f_code.co_name != "_run" or not _module(frame).endswith("lipschitz.trace")):
         if _module(frame).split(".")[0] not in ("torch", "trysquare"):
             source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
             return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}" + (f": {source}" if source else "")

@@ -71,7 +71,7 @@ class Traced(Tensor):
     @property
     def inside(self) -> Tensor:
         """What is inside now: ``Recorded`` if it depends on the input, and a plain constant otherwise."""
-        torch._sync(self.functional)
+        torch._sync(self.functional)  # type: ignore[attr-defined]
         return torch._from_functional_tensor(self.functional)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -210,7 +210,7 @@ class Tracer(TorchDispatchMode):
 
     def _written(self, op: str, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Tensor:
         """A call in place."""
-        target = args[0] if args else None
+        target: Any = args[0] if args else None
         if len(written) > 1 or written[0] is not target or not op.endswith("_"):
             raise NoRuleError(f"{func} writes into out=..., which has no rule ({user_line()}); leave out= away")
         if torch.Tag.inplace_view in func.tags and not (op == "as_strided_" and _same_place(*args)):
@@ -224,8 +224,8 @@ class Tracer(TorchDispatchMode):
         _functional(func, args, kwargs)
         if layout(target.inside) != layout(target):
             raise NoRuleError(
-                f"it writes into a value ({op}, {user_line()}) in a way that changes its layout in memory here, so that "
-                "later writes may reach other values; write into a clone()"
+                f"it writes into a value ({op}, {user_line()}) in a way that changes its layout in memory here, so "
+                "that later writes may reach other values; write into a clone()"
             )
         return target
 
@@ -276,7 +276,8 @@ class Tracer(TorchDispatchMode):
         """Call a module; one that has a rule becomes a node, with what it computes inside of that."""
         if not self.recording:
             return _call(module, *args, **kwargs)
-        recorder, inputs = self.recorder, [self._value(arg) for arg in args]
+        recorder: Any = self.recorder
+        inputs = [self._value(arg) for arg in args]
         before, start = recorder.nodes, len(recorder.nodes)
         # Not where autocast, or a mode that changes what torch's functions do, is on around this call alone.
         alike = bool(inputs) and autocast_dtype(args[0]) == self.around and torch._C._len_torch_function_stack() == 1
