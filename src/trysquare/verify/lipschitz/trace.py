@@ -96,12 +96,17 @@ class _NoEscape(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if (func in _ESCAPES or name == "__set__") and not self.recorder.busy and isinstance(args[0], Traced):
-            raise NoRuleError(
-                f"{name}() reads or replaces the memory of a value past torch ({user_line()}), where it cannot be "
-                "followed; use copy_"
-            )
+        if not self.recorder.busy:
+            replaces = getattr(func, "__self__", None) is Tensor.data and func.__name__ == "__set__"
+            if replaces and any(isinstance(leaf, Traced | nn.Parameter) for leaf in args):
+                raise NoRuleError(
+                    f"it replaces what a tensor holds ({user_line()}), which cannot be followed; use copy_"
+                )
+            if func in _ESCAPES and isinstance(args[0], Traced):
+                raise NoRuleError(
+                    f"{func.__name__}() reads the memory of a value past torch ({user_line()}), where it cannot be "
+                    "followed"
+                )
         return func(*args, **(kwargs or {}))
 
 
@@ -208,16 +213,16 @@ class Tracer(TorchDispatchMode):
             )
         return self._written(op, func, args, kwargs, written)
 
-    def _written(self, op: str, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Tensor:
+    def _written(self, op: str, func: Any, args: Any, kwargs: Any, written: list[Any]) -> Any:
         """A call in place."""
-        target: Any = args[0] if args else None
-        if len(written) > 1 or written[0] is not target or not op.endswith("_"):
+        if len(written) > 1 or not args or written[0] is not args[0] or not op.endswith("_"):
             raise NoRuleError(f"{func} writes into out=..., which has no rule ({user_line()}); leave out= away")
         if torch.Tag.inplace_view in func.tags and not (op == "as_strided_" and _same_place(*args)):
             raise NoRuleError(
                 f"{op} changes a shape in place ({user_line()}), which cannot be followed; use {op[:-1]} (torch's "
                 "recurrent layers and vmap do this: write a loop of cells, or calls on the batch)"
             )
+        target: Any = written[0]
         for source in tree_leaves((args[1:], kwargs)):
             if isinstance(source, Traced) and source.is_floating_point() and isinstance(source.inside, Recorded):
                 self.recorder.check_cast(source, target.dtype)
@@ -276,12 +281,13 @@ class Tracer(TorchDispatchMode):
         """Call a module; one that has a rule becomes a node, with what it computes inside of that."""
         if not self.recording:
             return _call(module, *args, **kwargs)
-        recorder: Any = self.recorder
-        inputs = [self._value(arg) for arg in args]
+        recorder, inputs = self.recorder, [self._value(arg) for arg in args]
         before, start = recorder.nodes, len(recorder.nodes)
+        values = [value for value in inputs if value is not None]
+        is_whole = not kwargs and bool(values) and len(values) == len(inputs) and self.is_leaf(module)
         # Not where autocast, or a mode that changes what torch's functions do, is on around this call alone.
-        alike = bool(inputs) and autocast_dtype(args[0]) == self.around and torch._C._len_torch_function_stack() == 1
-        if kwargs or not alike or any(v is None for v in inputs) or not self.is_leaf(module):
+        is_whole = is_whole and autocast_dtype(args[0]) == self.around and torch._C._len_torch_function_stack() == 1
+        if not is_whole:
             result = _call(module, *args, **kwargs)
             made = self._value(result)
             if inputs and inputs[0] is not None and made is not None:
@@ -304,7 +310,7 @@ class Tracer(TorchDispatchMode):
         if bool(((made.labels.abs() < label) & (made.labels != 0)).any()):  # it returns a part of what it was given
             recorder.nodes += inner
         else:
-            result = Traced(recorder.leaf(inputs, made, inner))
+            result = Traced(recorder.leaf(values, made, inner))
         recorder.busy = False
         return result
 
