@@ -343,7 +343,11 @@ def _about(func: Any) -> tuple[bool, list[str]]:
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided and not tensor.is_meta else -1
+    """Where the memory of a tensor is; -1 of one that has none, which no pass is known to have made."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse ones, and wrappers
+        return -1
 
 
 def _same_place(tensor: Tensor, size: Any, stride: Any, offset: Any = None) -> bool:
