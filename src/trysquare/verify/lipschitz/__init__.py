@@ -18,9 +18,10 @@ from trysquare.verify.lipschitz import ours as ours  # registers the rules of ou
 from trysquare.verify.lipschitz.blocks import constant_factor
 from trysquare.verify.lipschitz.checks import input_like, refuse_unreadable, unchanged
 from trysquare.verify.lipschitz.evaluate import ExactEvaluation
-from trysquare.verify.lipschitz.graph import Calls, Graph, Node, NoRuleError, Shape, Value, class_name, same_numbers
+from trysquare.verify.lipschitz.graph import Calls, Graph, Node, NoRuleError, Shape, Value, class_name
 from trysquare.verify.lipschitz.leaves import is_leaf, rule
 from trysquare.verify.lipschitz.lower import lipschitz_lower_bound
+from trysquare.verify.lipschitz.record import same_numbers
 from trysquare.verify.lipschitz.trace import TakesTokens, Tracer
 from trysquare.verify.lipschitz.walk import Walk
 

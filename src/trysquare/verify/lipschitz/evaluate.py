@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trysquare.verify.lipschitz.graph import Graph, Node, Slot, Step
+from trysquare.verify.lipschitz.graph import Graph, Node
+from trysquare.verify.lipschitz.record import Slot, Step
 from trysquare.verify.lipschitz.rules import RULES
 
 # What a leaf that is not made of calls with rules may be off by in float64, relative to its input and output: assumed.

@@ -1,45 +1,25 @@
-"""What a forward pass computed: its calls in functional form, and where every number came from.
+"""What a forward pass computed, and where every number came from.
 
 Each number that depends on the input is a *variable* with a number of its own, its *label*. A negative label is the
-negative of a variable, 0 is a constant. Calls that only move numbers (views, slices, ``cat``, padding) move their
-labels, by the very same call of torch: so aliasing, broadcasting and every padding with every sign are exact by
-construction. All other calls become a ``Node``, which makes new variables from old ones.
-
-The calls in order, the ``Step``s, are also a program: ``evaluate`` runs it on numbers.
+negative of a variable, 0 is a constant. Calls that only move numbers move their labels (``record``); all other calls
+are a ``Node``, which makes new variables from old ones.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from trysquare.nn.linalg.precision import at_least_float32
+if TYPE_CHECKING:
+    from trysquare.verify.lipschitz.record import Step
 
 Shape = tuple[int, ...]
-
-# Calls that move numbers, leave some out, repeat them or put constants beside them, and compute nothing.
-MOVES = frozenset(
-    """
-    alias as_strided channel_shuffle clone cat constant_pad_nd contiguous copy detach diag_embed diagonal
-    diagonal_scatter expand fill flip gather im2col index index_put index_select lift_fresh masked_fill masked_scatter
-    masked_select narrow permute pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d reflection_pad3d repeat
-    replication_pad1d replication_pad2d replication_pad3d roll rot90 scatter select select_scatter slice slice_scatter
-    split split_with_sizes squeeze stack t take transpose tril triu unbind unfold unsafe_split unsqueeze
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d view where zero neg _to_copy _unsafe_index _unsafe_view
-    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d _reshape_alias
-    """.split()
-)
-_SAME = frozenset(["alias", "as_strided", "clone", "contiguous", "detach", "lift_fresh"])
-_RESHAPE = frozenset(["view", "_unsafe_view", "_reshape_alias"])
-_NOT_NUMBERS = frozenset(["index", "indices", "mask", "condition"])
-_DROPPED = frozenset(["dtype", "device", "layout", "pin_memory", "memory_format", "non_blocking"])
 
 
 class NoRuleError(ValueError):
@@ -57,83 +37,6 @@ class Frame(NamedTuple):
     name: str
     module: nn.Module
     call: int
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A value that depends on the input, as the argument or result of a step."""
-
-    number: int
-
-
-@dataclass(eq=False)
-class Step:
-    """A call of ATen on values, without side effects.
-
-    Attributes:
-        op: its name without the overload; ``"leaf"`` where a module that has a rule returns its result.
-        func: the function of torch; ``None`` for a leaf, whose one argument is its result.
-        args: arguments, with a ``Slot`` for each value, and constants as they were at the time of the call.
-        kwargs: the same by name.
-        dtype: of its first value.
-        results: what it returned.
-        node: what it computes; ``None`` if it only moves numbers.
-    """
-
-    op: str
-    func: Any
-    args: Any
-    kwargs: Any
-    dtype: torch.dtype
-    results: list[Slot] = field(default_factory=list)
-    node: Node | None = None
-
-    @property
-    def slots(self) -> list[Slot]:
-        """The values that it takes."""
-        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Slot)]
-
-    def arguments(self, change: Callable[[str, Any], Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Arguments with each leaf changed, given its name."""
-        names = [argument.name for argument in self.func._schema.arguments]
-        args = [tree_map(lambda leaf, n=n: change(n, leaf), arg) for n, arg in zip(names, self.args, strict=False)]
-        return args, {n: tree_map(lambda leaf, n=n: change(n, leaf), arg) for n, arg in self.kwargs.items()}
-
-    def named(self, change: Callable[[str, Any], Any]) -> dict[str, Any]:
-        """The same, all of them by name."""
-        args, kwargs = self.arguments(change)
-        return dict(zip((argument.name for argument in self.func._schema.arguments), args, strict=False)) | kwargs
-
-    def move(self, payload: Callable[[Any], Tensor], number: Callable[[float], float]) -> Any:
-        """Carry out a call that moves numbers on something else in their place.
-
-        Args:
-            payload: what is in the place of a value (a ``Slot``) or a constant tensor.
-            number: what is in the place of a number that is written.
-        """
-
-        def change(name: str, leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) and name in _NOT_NUMBERS:
-                return leaf.cpu()
-            if isinstance(leaf, Tensor | Slot):
-                return payload(leaf)
-            return number(leaf) if name == "value" and isinstance(leaf, int | float) else leaf
-
-        args, kwargs = self.arguments(change)
-        if self.op in _SAME:
-            return args[0]
-        if self.op == "_to_copy":  # of a condition, or to another precision, which numbers here do not have
-            real = kwargs.get("dtype", self.dtype).is_floating_point
-            return args[0].to(torch.float64) if real else args[0]
-        if self.op in _RESHAPE:
-            return args[0].reshape(args[1])
-        if "upsample_nearest" in self.op:
-            # Which neighbours torch picks depends on the dtype that it computes positions in.
-            sizes = args[0].shape[2:]
-            positions = torch.arange(sizes.numel(), dtype=at_least_float32(self.dtype)).view(1, 1, *sizes)
-            picked = self.func(positions, *args[1:], **kwargs)
-            return args[0].flatten(2)[..., picked.flatten().long()].unflatten(2, picked.shape[2:])
-        return self.func(*args, **{name: value for name, value in kwargs.items() if name not in _DROPPED})
 
 
 @dataclass
@@ -292,13 +195,3 @@ class Calls:
         if node is None or math.prod(node.outputs[0][1]) != labels.numel():
             return None
         return node if torch.equal(labels.reshape(-1), node.labels().reshape(-1)) else None
-
-
-def same_numbers(one: Tensor, two: Tensor) -> bool:
-    """Whether two tensors are the same, bit by bit but for zeros' signs; nan is the same as nan."""
-    if one.shape != two.shape or one.dtype != two.dtype or one.device != two.device or one.layout != two.layout:
-        return False
-    if one.is_complex():
-        one, two = one.resolve_conj(), two.resolve_conj()
-    floating = one.is_floating_point() or one.is_complex()
-    return torch.equal(one, two) or (floating and torch.allclose(one, two, rtol=0.0, atol=0.0, equal_nan=True))

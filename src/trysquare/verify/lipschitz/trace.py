@@ -191,11 +191,14 @@ class Tracer(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in op:
             raise NoRuleError(f"it draws random numbers ({func}, {user_line()}): it is not a fixed function")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-        written = [leaf for name in written_names for leaf in tree_leaves(named.get(name)) if isinstance(leaf, Tensor)]
-        for tensor in written:
-            if not isinstance(tensor, Traced) and _address(tensor) not in self._made:
-                raise NoRuleError(self._writes_into(tensor))
+        written: list[Any] = []
+        if written_names:
+            named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+            given = [leaf for name in written_names for leaf in tree_leaves(named.get(name))]
+            written = [leaf for leaf in given if isinstance(leaf, Tensor)]
+            for tensor in written:
+                if not isinstance(tensor, Traced) and _address(tensor) not in self._made:
+                    raise NoRuleError(self._writes_into(tensor))
         if not self.recording:
             self._refuse_tokens(op, args, kwargs)
         if not any(isinstance(tensor, Traced) for tensor in tensors):
