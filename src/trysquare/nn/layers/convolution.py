@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trysquare import torch_internals
 from trysquare.nn.geometry import PADDING_MODES, ConvGeometry, Pads, Sizes, check_circular_size
 from trysquare.nn.layers.base import copy_weights
-from trysquare.nn.linalg.functions import apply_function
-from trysquare.nn.linalg.precision import as_autocast, full_precision
+from trysquare.nn.linalg.precision import apply_function, as_autocast, full_precision
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -308,7 +308,7 @@ class _CircularConvolution(torch.autograd.Function):
         stride, padding, dilation, groups = ctx.numbers
         # Asked of the engine: `needs_input_grad` is about the graph, not about this pass through it.
         nodes = [node for node, _ in ctx.next_functions]
-        wanted = [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
+        wanted = [node is not None and torch_internals.will_run(node) for node in nodes]
         wanted += [False] * (3 - len(wanted))
         grad_x, *others = torch.ops.aten.convolution_backward(
             grad, _around(x, ctx.pads), weight, ctx.bias_shape,
@@ -356,7 +356,7 @@ def _is_for_training(x: Tensor, weight: Tensor) -> bool:
     """Whether autograd wants gradients of a batch; compilers and transforms want plain operations."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or x.ndim != weight.ndim:
         return False
-    if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
+    if torch_internals.transforms_are_active() or torch_internals.jit_trace() is not None:
         return False
     return x.requires_grad or weight.requires_grad
 
