@@ -1,14 +1,16 @@
 """The private parts of torch that this library uses, each with the reason; checked with torch 2.13.
 
-Torch may change them in any release. ``tests/test_architecture.py`` sees to it that no other module uses one. Names here
-are torch's own callables wherever that is possible, because several are asked for each kernel that is built, and a
+Torch may change them in any release. ``tests/test_architecture.py`` sees to it that no other module uses one. Names
+here are torch's own callables wherever that is possible, because several are asked for each kernel that is built, and a
 Python frame for each would be a good part of the time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
+from typing import TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -42,3 +44,15 @@ set_precision_of = torch._C._set_fp32_precision_setter  # type: ignore[attr-defi
 
 # An assertion that an accelerator checks without stalling the host.
 assert_on_device = torch._assert_async
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def constant_when_traced(function: _Function) -> _Function:
+    """Have ``torch.compile`` call a function while it traces, and take the result for a constant.
+
+    The public ``torch.compiler.assume_constant_result`` does only this, but first imports the compiler, which takes
+    seconds.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

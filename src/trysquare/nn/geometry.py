@@ -47,6 +47,16 @@ def per_axis(name: str, value: int | Sequence[int], dims: int, least: int = 1) -
     return sizes
 
 
+def per_axis_each(dims: int, **values: int | Sequence[int]) -> tuple[Sizes, ...]:
+    """Each of the named values as ``dims`` integers, at least 1, in the order given.
+
+    >>> from trysquare.nn.geometry import per_axis_each
+    >>> per_axis_each(2, kernel_size=3, stride=(1, 2))
+    ((3, 3), (1, 2))
+    """
+    return tuple(per_axis(name, value, dims) for name, value in values.items())
+
+
 def positive(name: str, value: int) -> int:
     """``value`` as an integer, if it is a positive one."""
     (size,) = per_axis(name, value, 1)

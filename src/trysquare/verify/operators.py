@@ -25,12 +25,12 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from trysquare.naming import shown
 from trysquare.nn.geometry import Pads, Sizes, check_circular_size
-from trysquare.nn.layers.base import ParametrizedWeight
 from trysquare.nn.layers.conv import _Convolution, _OrthogonalConvolution, _TransposedConvolution
 from trysquare.nn.layers.convolution import CONV, CONV_TRANSPOSE, flat
 from trysquare.nn.layers.heads import UnitNormLinear
 from trysquare.nn.layers.linear import OrthoLinear
 from trysquare.nn.linalg.precision import as_autocast, full_precision
+from trysquare.nn.parametrizations.base import ParametrizedWeight
 
 # Numbers of one input, beyond which torch cannot even count them.
 _LARGEST_INPUT = 1 << 62
@@ -417,7 +417,7 @@ def _read_convolution(layer: _ConvNd, kernel: Tensor, sizes: Sizes) -> LinearOpe
 
 def _pads(layer: _ConvNd, extent: Sizes) -> Pads:
     if isinstance(layer, _OrthogonalConvolution):
-        return layer._pads
+        return layer._convolution.pads
     if layer.padding_mode != "zeros":
         # What the forward pass uses, which is not `padding` if that was changed later; last axis first.
         flat: Any = layer._reversed_padding_repeated_twice
@@ -469,7 +469,7 @@ def _transposed_axes(layer: _ConvNd, extent: Sizes, sizes: Sizes) -> tuple[Axis,
             Axis(n * s, n, e, s, (0, max(0, e - s)), "circular") for n, e, s in zip(sizes, extent, stride, strict=True)
         )
     if isinstance(layer, _OrthogonalConvolution):
-        pads: Pads = layer._pads
+        pads: Pads = layer._convolution.pads
     else:
         padding: Any = layer.padding
         pads = tuple((p, p - extra) for p, extra in zip(padding, layer.output_padding, strict=True))

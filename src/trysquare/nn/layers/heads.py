@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trysquare.nn.geometry import positive
-from trysquare.nn.layers.base import ParametrizedWeight, copy_weights, factory_of
 from trysquare.nn.linalg.margins import least_radius
 from trysquare.nn.linalg.rescaling import unit_rows
 from trysquare.nn.parametrizations import Parametrization
+from trysquare.nn.parametrizations.base import ParametrizedWeight, copy_weights, factory_of
 
 __all__ = ["UnitNormLinear"]
 

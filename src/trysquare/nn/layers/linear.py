@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trysquare.nn.geometry import positive
-from trysquare.nn.layers.base import ParametrizedWeight, check_dtype, copy_weights, factory_of
 from trysquare.nn.parametrizations import OrthonormalMatrix
+from trysquare.nn.parametrizations.base import ParametrizedWeight, check_dtype, copy_weights, factory_of
 
 __all__ = ["OrthoLinear"]
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from trysquare.naming import refuse_arguments
 from trysquare.nn.geometry import check_groups, per_axis
-from trysquare.nn.layers.base import factory_of
 from trysquare.nn.layers.block import Block, Sum
 from trysquare.nn.layers.conv import Size
 from trysquare.nn.layers.convolution import Convolution, check_padding_mode
 from trysquare.nn.linalg.kernels import adjoint
 from trysquare.nn.parametrizations import Parametrization
+from trysquare.nn.parametrizations.base import factory_of
 
 
 class Contraction(Parametrization):

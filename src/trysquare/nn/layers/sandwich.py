@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.nn.geometry import check_groups
-from trysquare.nn.layers.base import factory_of
 from trysquare.nn.layers.block import PackedBlock, ResamplingBlock
 from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.layers.packing import PackedKernels, Shapes
@@ -22,6 +21,7 @@ from trysquare.nn.linalg.kernels import adjoint
 from trysquare.nn.linalg.rescaling import positive
 from trysquare.nn.linalg.sandwich import mix, sandwich_pair
 from trysquare.nn.parametrizations import OrthonormalMatrix
+from trysquare.nn.parametrizations.base import factory_of
 
 __all__ = [
     "SandwichAOCConv1d",

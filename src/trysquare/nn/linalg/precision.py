@@ -29,6 +29,7 @@ _SWITCHES = ("cuda", "mkldnn")
 _OF_DEVICE = {"cpu": "mkldnn", "cuda": "cuda", "xpu": "mkldnn"}
 
 
+@torch_internals.constant_when_traced  # a graph has a guard for the switches
 def is_reduced(device: str, operation: str = "matmul") -> bool:
     """Whether torch may compute float32 products (or convolutions, ``"conv"``) on a device with fewer digits."""
     backend = _OF_DEVICE.get(device)
@@ -36,9 +37,6 @@ def is_reduced(device: str, operation: str = "matmul") -> bool:
         return False
     own = torch_internals.precision_of(backend, operation)
     return (own if own != "none" else torch_internals.precision_of(backend, "all")) in ("tf32", "bf16")
-
-
-is_reduced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # asked when a graph is traced, which has a guard
 
 
 def _older_switch() -> str | None:
@@ -64,7 +62,10 @@ class _FullProducts:
     def __enter__(self) -> None:
         with self._lock:
             if not self.inside:
-                self._before = _older_switch(), {backend: torch_internals.precision_of(backend, "matmul") for backend in _SWITCHES}
+                self._before = (
+                    _older_switch(),
+                    {backend: torch_internals.precision_of(backend, "matmul") for backend in _SWITCHES},
+                )
                 # The older one first: torch refuses to compute where it and the newer ones disagree.
                 if self._before[0] is not None:
                     torch.set_float32_matmul_precision("highest")
@@ -161,6 +162,11 @@ def as_autocast(tensor: Tensor) -> Tensor:
     return tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
+def each_as_autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """``as_autocast`` of each tensor there is."""
+    return [None if tensor is None else as_autocast(tensor) for tensor in tensors]
+
+
 def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
     """Context in which neither autocast nor the switches for fast products touch the operations on ``tensor``'s device.
 
@@ -241,7 +247,12 @@ def refuse_nested_forward_mode() -> None:
     """
     stack = torch_internals.transforms() or []
     levels = sum(each.key() == torch_internals.FORWARD_MODE for each in stack)
-    if levels + (levels == 0 and torch_internals.forward_mode_level() >= 0) + (torch_internals.forward_mode_level() >= 1) > 1:
+    if (
+        levels
+        + (levels == 0 and torch_internals.forward_mode_level() >= 0)
+        + (torch_internals.forward_mode_level() >= 1)
+        > 1
+    ):
         raise NotImplementedError(
             "orthogonal weights have no derivatives by forward mode within forward mode (jvp of jvp, "
             "jacfwd(jacfwd(f))): use torch.func.hessian, jacfwd(jacrev(f)) or hvp instead"

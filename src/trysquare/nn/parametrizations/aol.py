@@ -30,9 +30,10 @@ from torch import Tensor
 from trysquare.nn.geometry import ConvGeometry
 from trysquare.nn.geometry import positive as positive_integer
 from trysquare.nn.linalg.kernels import adjoint, compose
+from trysquare.nn.linalg.orthonormal import random_orthonormal
 from trysquare.nn.linalg.precision import is_reduced
 from trysquare.nn.linalg.rescaling import positive, scaled_to_one
-from trysquare.nn.parametrizations.base import Parametrization, random_orthonormal
+from trysquare.nn.parametrizations.base import Parametrization
 
 _CORRELATE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 # Noise of a fresh kernel relative to its orthonormal taps: breaks the ties at which |x| has no gradient.

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from trysquare.nn.layers.activations import Householder, NActivation
-from trysquare.nn.layers.base import ParametrizedWeight
 from trysquare.nn.layers.heads import UnitNormLinear
 from trysquare.nn.layers.pooling import EuclideanNorm
+from trysquare.nn.parametrizations.base import ParametrizedWeight
 from trysquare.verify.auditing.report import LayerAudit
 from trysquare.verify.lipschitz import Analysis, input_like, lipschitz_lower_bound
 from trysquare.verify.lipschitz.rules import RULES, batch_norm_scales
