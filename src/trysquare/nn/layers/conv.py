@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trysquare.nn.geometry import ConvGeometry, per_axis, per_axis_each
 from trysquare.nn.layers.convolution import PLAIN_CONV, Convolution, crops, in_format_of, native_crop
 from trysquare.nn.layers.series import Series
+from trysquare.nn.linalg.operator import LinearOperator
 from trysquare.nn.linalg.orthogonalize import orthogonalizer as find_orthogonalizer
 from trysquare.nn.linalg.precision import as_autocast
 from trysquare.nn.parametrizations import SOC, find_method
@@ -139,6 +140,15 @@ class _OrthogonalConvolution(ParametrizedWeight):
         if not self._applies_terms():
             return super()._computes_with()
         return [tensor for tensor in self._sources() if tensor.requires_grad]
+
+    def linear_operator(self, input_shape: Sequence[int], weight: Tensor | None = None) -> LinearOperator:
+        """Return the layer without its bias as a linear operator; see ``linalg.operator.LinearLayer``."""
+        return self._convolution.linear_operator(self.exact_weight(weight), tuple(input_shape))
+
+    @property
+    def is_one_call(self) -> bool:
+        """Whether a pass is one convolution of torch's with the weight: no terms, and no wrapping of its result."""
+        return not self._convolution.transposed and not self._applies_terms()
 
     def as_torch(self) -> nn.Module:
         """A plain layer of torch, and padding layers where torch has no argument for the padding."""

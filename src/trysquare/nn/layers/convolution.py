@@ -17,12 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trysquare import torch_internals
-from trysquare.nn.geometry import PADDING_MODES, ConvGeometry, Pads, Sizes, check_circular_size
+from trysquare.nn.geometry import (
+    PADDING_MODES,
+    ConvGeometry,
+    Pads,
+    Sizes,
+    check_circular_size,
+    flat_pads,
+    same_pads,
+)
+from trysquare.nn.linalg.kernels import CONV, CONV_TRANSPOSE
+from trysquare.nn.linalg.operator import LinearOperator
 from trysquare.nn.linalg.precision import apply_function, each_as_autocast, full_precision
 from trysquare.nn.parametrizations.base import copy_weights
 
-CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 PLAIN_CONV: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 PLAIN_CONV_TRANSPOSE: dict[int, Any] = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 CIRCULAR_PAD: dict[int, Any] = {1: nn.CircularPad1d, 2: nn.CircularPad2d, 3: nn.CircularPad3d}
@@ -56,7 +64,7 @@ class Convolution:
     torch_pads: Sizes | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "flat_pads", flat(self.pads))
+        object.__setattr__(self, "flat_pads", flat_pads(self.pads))
         alike = all(left == right for left, right in self.pads)
         object.__setattr__(self, "torch_pads", tuple(left for left, _ in self.pads) if alike else None)
 
@@ -65,6 +73,12 @@ class Convolution:
         """The convolution of a layer, or the transposed one, with the numbers of its geometry."""
         numbers = geometry.kernel_size, geometry.stride, geometry.dilation, geometry.groups
         return cls(*numbers, pads, mode, geometry.transposed)
+
+    @classmethod
+    def same(cls, kernel_size: Sizes, stride: Sizes, dilation: Sizes, groups: int, mode: str) -> Convolution:
+        """The convolution whose outputs have the size of the input divided by the stride."""
+        unpadded = cls(kernel_size, stride, dilation, groups, (), mode)
+        return replace(unpadded, pads=same_pads(unpadded.extent, stride))
 
     @property
     def dims(self) -> int:
@@ -142,7 +156,27 @@ class Convolution:
             return output if bias is None else output + bias.to(output.dtype).view(-1, *(1,) * self.dims)
         padding, extra, rest = native_crop(self.pads, self.stride, self.dilation)
         output = transpose(x, kernel, bias, self.stride, padding, extra, self.groups, self.dilation)
-        return F.pad(output, flat(rest)) if any(map(any, rest)) else output
+        return F.pad(output, flat_pads(rest)) if any(map(any, rest)) else output
+
+    def linear_operator(self, kernel: Tensor, shape: Sizes) -> LinearOperator:
+        """Return what it does to inputs of a shape, without the batch, as a linear operator.
+
+        Args:
+            kernel: float64 on the CPU, as ``linalg.operator.checked_weight`` returns it.
+            shape: ``(channels, *sizes)``; of a matrix, any shape that ends in what it reads.
+
+        Raises:
+            ValueError: if the shape does not fit, or the padding is circular and the stride does not divide the sizes.
+        """
+        if not self.dims:
+            return LinearOperator.of_matrix(kernel, shape)
+        numbers = self.stride, self.dilation, self.groups, self.pads, self.mode
+        if self.transposed:
+            return LinearOperator.of_transposed(kernel, shape, *numbers)
+        operator = LinearOperator.of_convolution(kernel, shape, *numbers)
+        if self.mode == "circular":
+            check_circular_size(shape[1:], self.stride)
+        return operator
 
     def plain(self, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
         """The same with this kernel in plain layers of torch; padding is one where torch has no argument for it."""
@@ -167,8 +201,9 @@ class Convolution:
         """Torch's argument for the padding, if it has one."""
         if self.torch_pads is not None:
             return self.torch_pads
-        same = self.pads == tuple(((e - 1) // 2, e // 2) for e in self.extent)
-        return "same" if same and self.mode == "circular" and set(self.stride) == {1} else None
+        # Torch's own layers with a stride have no padding "same".
+        same = set(self.stride) == {1} and self.pads == same_pads(self.extent, self.stride)
+        return "same" if same and self.mode == "circular" else None
 
     def _plain_transposed(self, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
         """A transposed convolution; a periodic extension of the input and a crop of the result wrap around."""
@@ -184,7 +219,7 @@ class Convolution:
         plain = self._cropped(crops, kernel, bias, training)
         if not any(map(any, reach)):
             return plain
-        return nn.Sequential(CIRCULAR_PAD[self.dims](tuple(flat(reach))), plain).train(training)
+        return nn.Sequential(CIRCULAR_PAD[self.dims](tuple(flat_pads(reach))), plain).train(training)
 
     def _cropped(self, crops: Pads, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
         """``nn.ConvTranspose*d`` with ``crops`` cut off its full output."""
@@ -196,15 +231,10 @@ class Convolution:
         copy_weights(plain, kernel, bias, training)
         if not any(map(any, rest)):
             return plain  # type: ignore[no-any-return]
-        return nn.Sequential(plain, ZERO_PAD[self.dims](tuple(flat(rest)))).train(training)
+        return nn.Sequential(plain, ZERO_PAD[self.dims](tuple(flat_pads(rest)))).train(training)
 
 
 # -- padding
-
-
-def flat(pads: Pads) -> list[int]:
-    """Torch's order: last axis first, left before right."""
-    return [amount for pad in reversed(pads) for amount in pad]
 
 
 def check_padding_mode(mode: str) -> None:
@@ -349,9 +379,9 @@ def circular_convolution(
     numbers = stride, [0] * len(stride), dilation, groups
     if not _is_for_training(x, weight):
         return CONV[len(stride)](_around(x, pads), weight, bias, *numbers)
-    tensors = (_no_leaf(x), _no_leaf(weight), None if bias is None else _no_leaf(bias))
+    tensors = each_as_autocast(_no_leaf(x), _no_leaf(weight), None if bias is None else _no_leaf(bias))
     with full_precision(x):
-        return apply_function(_CircularConvolution, *each_as_autocast(*tensors), pads, numbers)  # type: ignore[no-any-return]
+        return apply_function(_CircularConvolution, *tensors, pads, numbers)  # type: ignore[no-any-return]
 
 
 def _is_for_training(x: Tensor, weight: Tensor) -> bool:

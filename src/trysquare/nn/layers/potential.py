@@ -138,9 +138,7 @@ class PotentialConv(_PotentialStep):
         check_groups(groups, channels=channels, hidden_channels=self.hidden_channels)
         self.kernel_size = per_axis("kernel_size", kernel_size, self.dims)
         self.dilation = per_axis("dilation", dilation, self.dims)
-        spans = [d * (k - 1) for k, d in zip(self.kernel_size, self.dilation, strict=True)]
-        pads = tuple((span // 2, span - span // 2) for span in spans)
-        numbers = self.kernel_size, (1,) * self.dims, self.dilation
+        convolution = Convolution.same(self.kernel_size, (1,) * self.dims, self.dilation, groups, padding_mode)
         shape = (self.hidden_channels, channels // groups, *self.kernel_size)
         factory = {"device": device, "dtype": dtype}
-        self._take_step(Convolution(*numbers, groups, pads, padding_mode), shape, bias, activation, factory, options)
+        self._take_step(convolution, shape, bias, activation, factory, options)

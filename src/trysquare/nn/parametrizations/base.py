@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trysquare import torch_internals
 from trysquare.nn.geometry import Sizes
+from trysquare.nn.linalg.operator import checked_weight
 from trysquare.nn.linalg.precision import as_autocast, at_least_float32, full_precision, protected
 from trysquare.nn.parametrizations.assignment import free_tensors_for
 
@@ -414,6 +415,15 @@ class ParametrizedWeight(nn.Module):
     def used_weight(self) -> Tensor:
         """Return the weight that a forward pass uses, with the casts of autocast."""
         return as_autocast(self.weight)
+
+    @torch.no_grad()
+    def exact_weight(self, weight: Tensor | None = None) -> Tensor:
+        """Return ``used_weight()``, or another one that stands for it, in float64 on the CPU.
+
+        Raises:
+            ValueError: if it holds no numbers, or some that are not finite.
+        """
+        return checked_weight(self.used_weight() if weight is None else weight, type(self).__name__)
 
     def _computes_with(self) -> list[Tensor]:
         """Return tensors that a forward pass depends on; within ``parametrize.cached()`` always the same ones."""
