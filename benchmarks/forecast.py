@@ -252,8 +252,8 @@ def _forecasts(case: Case) -> list[dict[str, Any]]:
     costs = [max(layer.weight.shape[:2]) ** 3 * prod(layer.weight.shape[2:]) for layer in layers]
     entries = []
     for cards in case.cards:
-        busiest = max(owners(costs, cards), key=lambda share: sum(costs[index] for index in share))
-        shared = {build: construction([layers[index] for index in busiest], build) for build in BUILDS}
+        shares = [share for share in owners(costs, cards) if share]
+        shared = {build: [construction([layers[i] for i in share], build) for share in shares] for build in BUILDS}
         for name, card in CARDS.items():
             if cards > 1 and cards not in card.links:
                 continue
@@ -262,12 +262,12 @@ def _forecasts(case: Case) -> list[dict[str, Any]]:
             for build, calls in everything.items():
                 steps[f"{OURS}, {build}"] = step(recorded[PADDED] + calls, reduced=size[OURS])
                 if cards > 1:
-                    calls = recorded[PADDED] + shared[build]
-                    steps[f"{OURS}, {build}, shared"] = step(calls, reduced=0, exchanged=built)
+                    ranks = (recorded[PADDED] + calls for calls in shared[build])
+                    steps[f"{OURS}, {build}, shared"] = max(step(calls, reduced=0, exchanged=built) for calls in ranks)
             entries.append(
                 {"case": str(case), "card": name, "cards": cards, "layers": len(layers), "steps": steps}
                 | {"bytes": {"parameters": size[PADDED], "kernels": built, "free tensors": size[OURS]}}
-                | {"share": sum(costs[index] for index in busiest) / sum(costs)}
+                | {"share": max(sum(costs[index] for index in share) for share in shares) / sum(costs)}
                 | {"calls": {name: len(calls) for name, calls in (recorded | everything).items()}}
                 | {"waiting": {build: sum(call.wait for call in calls) for build, calls in everything.items()}}
             )
@@ -294,8 +294,8 @@ def describe(data: dict[str, Any]) -> list[Part]:
     fixed = "; ".join(f"{name}, {found}" for name, found in added.items() if name != REFERENCE)
     one, many = ([entry for entry in data["forecasts"] if (entry["cards"] > 1) == more] for more in (False, True))
     sent = dict.fromkeys(
-        f"* {entry['case']}: {', '.join(f'{megabytes(n)} MB of {name}' for name, n in entry['bytes'].items())}; the "
-        f"busiest of {entry['cards']} cards has {entry['share']:.1%} of the construction of {entry['layers']} layers."
+        f"* {entry['case']}: {', '.join(f'{megabytes(n)} MB of {name}' for name, n in entry['bytes'].items())}. The "
+        f"largest of {entry['cards']} shares is {entry['share']:.1%} of the construction of {entry['layers']} layers."
         for entry in many
     )
     counted = ", ".join(f"{number:,} ({name})" for name, number in one[0]["calls"].items())
@@ -314,7 +314,7 @@ def describe(data: dict[str, Any]) -> list[Part]:
         _steps(many, "Forecast: a data-parallel step"),
         "Not shared, every card builds all kernels, and DDP reduces the gradients of the free tensors while the card "
         "computes. Shared, layers have owners (the dearest first, by c³ and taps): their kernels are gathered before "
-        "the step and the gradients scattered after it, while nothing is computed, and the busiest card sets the time. "
+        "the step and the gradients scattered after it, while nothing is computed, and the slowest card sets the time. "
         "Either way a card sends almost twice these bytes, of float32:",
         "\n".join(sent),
     ]
