@@ -57,8 +57,7 @@ class Series:
         by_kernel = prod(whole.kernel_size) * geometry.group_in * geometry.group_out / prod(whole.stride)
         if by_terms >= by_kernel:
             return None
-        pads = tuple((half, half) for half in halves)
-        skew = Convolution(k, (1,) * whole.dims, whole.dilation, whole.groups, pads, "circular")
+        skew = Convolution.same(k, (1,) * whole.dims, whole.dilation, whole.groups, "circular")
         matrix = Convolution(
             geometry.reach, whole.stride, whole.dilation, whole.groups, rest, "circular", whole.transposed
         )

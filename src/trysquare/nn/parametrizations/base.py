@@ -1,20 +1,199 @@
-"""A weight as a function of free tensors: the contract of a method, and what all methods share."""
+"""A weight as a function of free tensors: the contract of a method, and what all methods and their layers share.
+
+From top to bottom: how a built weight is kept in eval mode (``Caching``), the function itself (``Parametrization``),
+how its free tensors stay well conditioned, and the layer that has such a weight (``ParametrizedWeight``).
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import cache
+from math import prod
+from typing import Any, ClassVar, Protocol, Self, cast
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from trysquare import torch_internals
 from trysquare.nn.geometry import Sizes
-from trysquare.nn.linalg.precision import at_least_float32, full_precision, protected
-from trysquare.nn.parametrizations import reconditioning
+from trysquare.nn.linalg.operator import checked_weight
+from trysquare.nn.linalg.precision import as_autocast, at_least_float32, full_precision, protected
 from trysquare.nn.parametrizations.assignment import free_tensors_for
-from trysquare.nn.parametrizations.cache import Caching, WeightCache, WriteGuard
+
+# -- caching: in eval mode a built weight is kept until something that it depends on changes
+
+
+class WeightCache:
+    """One tensor, with what it was built from, and for which ``key``. A copy starts empty, and so does a pickled one.
+
+    The sources are remembered as slots of the module that holds them, so that a tensor that was replaced, moved or
+    written to is seen. Holding on to the tensors keeps their memory from being reused, so that equal addresses mean the
+    same memory.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the weight."""
+        self.weight: Tensor | None = None
+        self._key: Any = None
+        self._version = self._step = 0
+        self._held: list[Tensor] = []
+        self._slots: list[tuple[dict[str, Any], str, Tensor, int, int]] = []
+
+    def get(self, build: Callable[[], Tensor], slots: dict[str, Any], names: Iterable[str], key: Any = None) -> Tensor:
+        """Return the weight for ``key``; if out of date, build it from the tensors of these names in ``slots``."""
+        if not self.fresh(key):
+            # Not an inference tensor even in inference mode: the next pass may want gradients of its input.
+            with torch.inference_mode(False), torch.no_grad():
+                self.store(build(), slots, names, key)
+        assert self.weight is not None
+        return self.weight
+
+    def store(self, weight: Tensor, slots: dict[str, Any], names: Iterable[str], key: Any = None) -> None:
+        """Keep a weight that was built from the tensors of these names in ``slots``."""
+        self.weight, self._version, self._step, self._key = weight, weight._version, _step, key
+        sources = [(name, slots[name]) for name in names]
+        self._slots = [(slots, name, source, source._version, source.data_ptr()) for name, source in sources]
+        self._held = [source.detach() for _, source in sources]
+
+    def fresh(self, key: Any = None) -> bool:
+        """Whether there is a weight for ``key``, not written to, and what it was built from is as it was."""
+        if self.weight is None or self.weight._version != self._version or key != self._key:
+            return False
+        return all(
+            slots[name] is source
+            and source._version == version
+            and source.data_ptr() == address
+            and _stepped.get(id(source), 0) <= self._step
+            for slots, name, source, version, address in self._slots
+        )
+
+    def __reduce__(self) -> Any:
+        return WeightCache, ()
+
+
+class OpenBlock(Protocol):
+    """What hands out weights between the entry and the exit of ``with ts.built(model)``; see ``nn.building``."""
+
+    def weight(
+        self, build: Callable[[], Tensor], cache: WeightCache, slots: dict[str, Any], names: Sequence[str], key: Any
+    ) -> Tensor:
+        """Return ``build()``, built once in the block."""
+
+
+class Caching(nn.Module):
+    """A module that builds a tensor from free ones, and keeps it while nothing changes and nobody wants a gradient.
+
+    That is so in eval mode without gradients, and in any mode where all of the free tensors are frozen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = WeightCache()
+        self.block: OpenBlock | None = None
+
+    def cached(
+        self,
+        build: Callable[[], Tensor],
+        free: Iterable[Tensor],
+        slots: dict[str, Any],
+        names: Iterable[str],
+        key: Any = None,
+        cache: WeightCache | None = None,
+    ) -> Tensor:
+        """Return ``build()``, from the open block or the cache if the free tensors are the parameters in ``slots``.
+
+        Tensors that somebody else put there for one call are not kept.
+        """
+        if torch.compiler.is_compiling():
+            return build()
+        names, wanted = tuple(names), False
+        for tensor, name in zip(free, names, strict=True):
+            if tensor is not slots[name] or type(tensor) is not nn.Parameter or tensor.is_inference():
+                return build()
+            wanted = wanted or tensor.requires_grad
+        kept = self.cache if cache is None else cache
+        if self.block is not None:
+            return self.block.weight(build, kept, slots, names, key)
+        if wanted and (self.training or torch.is_grad_enabled()):
+            return build()
+        return kept.get(build, slots, names, key)
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch the mode; a change of mode clears the cache."""
+        if mode != self.training:
+            self.forget()
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.forget()
+        return super()._apply(fn, recurse)
+
+    def forget(self) -> None:
+        """Clear the cache."""
+        self.cache.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"block": None}  # a copy, or a pickled one, is not in the block
+
+
+# The last weights that were returned; somebody may hold on to one while others are built.
+_WATCHED = 4
+
+
+@cache
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # it serves later passes too
+        return torch.empty(0, dtype=dtype, device=device)
+
+
+class WriteGuard:
+    """Notices writes into a weight that was returned, which have no effect because the next one is built anew.
+
+    It does not keep the weight alive: a tensor without memory shares its version counter.
+    """
+
+    def __init__(self) -> None:
+        self._watched: deque[tuple[Tensor, int]] = deque(maxlen=_WATCHED)
+
+    def watch(self, weight: Tensor) -> None:
+        """Notice writes to ``weight`` from now on."""
+        if type(weight) is Tensor and not weight.is_inference() and not torch_internals.transforms_are_active():
+            counter = torch.Tensor._make_subclass(Tensor, weight)
+            counter.data = _empty(weight.dtype, weight.device)
+            self._watched.append((counter, weight._version))
+
+    def forget(self) -> None:
+        """Forget the weights that were returned so far."""
+        self._watched.clear()
+
+    def check(self) -> None:
+        """Refuse to go on, once, if somebody has written into a weight.
+
+        Raises:
+            RuntimeError: if somebody has.
+        """
+        if any(counter._version != seen for counter, seen in self._watched):
+            self.forget()
+            raise RuntimeError(
+                "layer.weight was written to in place (by nn.init, copy_ or the like), which has no effect: it is "
+                "built from the layer's free tensors at every use. Assign it (layer.weight = tensor, an orthogonal "
+                "one), draw new ones (layer.reset_parameters()), or write to layer.free_tensors"
+            )
+
+    def __reduce__(self) -> Any:
+        return WriteGuard, ()
+
+
+# -- the function
 
 
 class Parametrization(Caching, ABC):
@@ -50,19 +229,16 @@ class Parametrization(Caching, ABC):
     def __init__(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
-        self._slots: dict[str, Any] = {}  # the free tensors, as parameters of the module that it is attached to
+        self.note = ""  # what the layer's ``repr`` says besides the method and its options
+        # The free tensors, as parameters of the module that it is attached to.
+        self.slots: dict[str, nn.Parameter] = {}
         self._writes = WriteGuard()
-        reconditioning.parametrizations.add(self)
+        _alive.add(self)
 
     @classmethod
     def full_kernel_size(cls, kernel_size: Sizes, stride: Sizes, dilation: Sizes, **options: Any) -> Sizes:
         """Return the size of the weight that ``kernel_size`` asks for."""
         return kernel_size
-
-    @property
-    def note(self) -> str:
-        """What the layer's ``repr`` says besides the method and its options."""
-        return ""
 
     @property
     def is_orthogonal(self) -> bool:
@@ -92,6 +268,22 @@ class Parametrization(Caching, ABC):
     def build(self, *free: Tensor) -> Tensor:
         """Return the weight, in the dtype of the free tensors."""
 
+    @property
+    def alike(self) -> Hashable:
+        """What parametrizations have in common whose weights ``build_together`` makes in one batch, or ``None``."""
+        return None
+
+    def build_together(self, *free: Tensor) -> Tensor:
+        """Return the weights of several parametrizations that are ``alike``, built in one batch.
+
+        Args:
+            free: each of the free tensors, stacked: ``(count, *shape)``.
+
+        Returns:
+            ``(count, *weight_shape)``.
+        """
+        raise NotImplementedError
+
     def reconditioned(self, *free: Tensor) -> Sequence[Tensor]:
         """Return well conditioned free tensors that give the same weight; ``free`` itself if it is well conditioned."""
         return free
@@ -111,23 +303,24 @@ class Parametrization(Caching, ABC):
             RuntimeError: if somebody has written into the one that was returned before.
         """
         if torch.compiler.is_compiling():
-            return self._built(free)
+            return self.built(free)
         self._writes.check()
-        weight = self._from_cache(lambda: self._built(free), free, self.cache)
+        weight = self._from_cache(lambda: self.built(free), free, self.cache)
         self._writes.watch(weight)
         return weight
 
     # -- building
 
-    def _built(self, free: Sequence[Tensor]) -> Tensor:
+    def built(self, free: Sequence[Tensor]) -> Tensor:
+        """Return the weight in the layer's dtype, built in full precision."""
         exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]
-        return _plainly_laid_out(protected(self.build, exact).to(self.like.dtype))
+        return plainly_laid_out(protected(self.build, exact).to(self.like.dtype))
 
     # -- caching
 
     def _from_cache(self, build: Callable[[], Tensor], free: Sequence[Tensor], cache: WeightCache) -> Tensor:
         # As a part of a block, a parametrization is not attached and owns no parameters.
-        return self.cached(build, free, self._slots, self._slots, cache=cache) if self._slots else build()
+        return self.cached(build, free, self.slots, self.slots, cache=cache) if self.slots else build()
 
     # -- reconditioning
 
@@ -136,27 +329,30 @@ class Parametrization(Caching, ABC):
         """Replace free tensors that degenerate by others of the same weight, if they are among the ``trained``.
 
         Old and new ones differ by a factor that the weight does not depend on, and so does every mean of them: averages
-        that an optimizer takes of positions keep their meaning. Momentum is that of the old ones for a few steps.
+        that an optimizer takes of positions keep their meaning. Momentum is that of the old ones for a few steps. Each
+        tensor has a factor of its own, so that others may be frozen or belong to another optimizer.
         """
-        free = list(self._slots.values())
-        if not free or not all(type(tensor) is nn.Parameter and id(tensor) in trained for tensor in free):
+        free = list(self.slots.values())
+        if not any(id(tensor) in trained and tensor.requires_grad for tensor in free):
             return
-        with full_precision(free[0]):
-            for tensor, better in zip(free, self.reconditioned(*free), strict=True):
-                tensor.copy_(better)
+        whole = [gathered(tensor) for tensor in free]
+        with full_precision(whole[0]):
+            for tensor, better in zip(free, self.reconditioned(*whole), strict=True):
+                if id(tensor) in trained and tensor.requires_grad:
+                    tensor.copy_(spread_like(better, tensor))
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
-        reconditioning.parametrizations.add(self)  # a deep copy, or a pickled one
+        _alive.add(self)  # a deep copy, or a pickled one
 
     # -- attaching, initial values and assignment
 
     def attach(self, module: nn.Module, name: str) -> None:
         """Make ``module.name`` this function of freshly drawn free tensors."""
         parametrize.register_parametrization(module, name, self, unsafe=True)
-        held: Any = module.parametrizations
-        self._slots = held[name]._parameters
-        self.redraw(list(self._slots.values()))
+        held = cast("nn.ModuleDict", module.parametrizations)
+        self.slots = cast("dict[str, nn.Parameter]", held[name]._parameters)
+        self.redraw(list(self.slots.values()))
 
     @torch.no_grad()
     def redraw(self, free: Sequence[Tensor]) -> None:
@@ -174,12 +370,13 @@ class Parametrization(Caching, ABC):
         Raises:
             ValueError: if ``weight`` has the wrong shape, or no free tensors were found that give it.
         """
-        if not self._slots:
-            return [weight.new_empty(shape, dtype=at_least_float32(weight.dtype)) for shape in self.free_shapes]
-        return free_tensors_for(weight, self, [tensor.detach() for tensor in self._slots.values()])
+        if not self.slots:
+            dtype = at_least_float32(weight.dtype)
+            return [weight.new_empty(shape, dtype=dtype) for shape in self.free_shapes]
+        return free_tensors_for(weight, self, [tensor.detach() for tensor in self.slots.values()])
 
 
-def _plainly_laid_out(weight: Tensor) -> Tensor:
+def plainly_laid_out(weight: Tensor) -> Tensor:
     """Return ``weight`` with the strides of a new tensor: others of axes of size 1 torch takes for channels last."""
     step = 1
     for size, stride in zip(reversed(weight.shape), reversed(weight.stride()), strict=True):
@@ -189,10 +386,192 @@ def _plainly_laid_out(weight: Tensor) -> Tensor:
     return weight
 
 
-def random_orthonormal(*shape: int) -> Tensor:
-    """Return uniformly distributed matrices ``(..., n, m)`` with orthonormal rows or columns, float64 on the CPU."""
-    normal = torch.randn(*shape, dtype=torch.float64)
-    tall = normal if shape[-2] >= shape[-1] else normal.mT
-    basis, upper = torch.linalg.qr(tall)
-    basis = basis * torch.where(upper.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2)
-    return (basis if shape[-2] >= shape[-1] else basis.mT).contiguous()
+# -- reconditioning: degenerate free tensors are replaced by others that give the same weight
+#
+# Torch calls a hook after every step of every optimizer in the process. That happens at the same time on all ranks of a
+# distributed run, and never while a graph is alive, so free tensors are looked at then, once in so many steps.
+
+# Steps of an optimizer between two looks at the condition of the free tensors.
+RECONDITION_EVERY = 64
+
+_alive: WeakSet[Parametrization] = WeakSet()
+_steps_of: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+# Steps of all optimizers of the process, and the last of them that each tensor was in, by ``id``: some optimizers
+# change parameters without raising their version counters (fused ones, and those that write through ``.data``). An
+# entry of a tensor that is gone does no harm to the next one of that ``id``, whose weight is built later.
+_step = 0
+_stepped: dict[int, int] = {}
+
+
+def _after_step(optimizer: Optimizer, *_: object) -> None:
+    global _step
+    _step += 1
+    trained = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    _stepped.update(dict.fromkeys(trained, _step))
+    steps = _steps_of[optimizer] = _steps_of.get(optimizer, 0) + 1
+    if steps % RECONDITION_EVERY == 0:
+        for parametrization in list(_alive):
+            parametrization.recondition(trained)
+
+
+def state_of(tensor: Tensor) -> tuple[int, int]:
+    """Return two numbers of which one grows when ``tensor`` is written to, by an optimizer or in place."""
+    return tensor._version, _stepped.get(id(tensor), 0)
+
+
+register_optimizer_step_post_hook(_after_step)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor that ``fully_shard`` has spread over processes; any other one as it is."""
+    whole: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
+    return tensor if whole is None else whole()
+
+
+def spread_like(tensor: Tensor, like: Any) -> Tensor:
+    """Return ``tensor``, which is the same in all processes, spread over them as ``like`` is."""
+    if not hasattr(like, "full_tensor"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def steps_taken(optimizer: Optimizer) -> int:
+    """Return how many steps of this optimizer were seen."""
+    return _steps_of.get(optimizer, 0)
+
+
+def continue_from(optimizer: Optimizer, steps: int) -> None:
+    """Count on from ``steps``, so that a resumed run reconditions when an uninterrupted one would have."""
+    _steps_of[optimizer] = steps
+
+
+# -- the layer that has such a weight
+
+
+class ParametrizedWeight(nn.Module):
+    """Mixin for torch layers whose ``weight`` is a function of free tensors.
+
+    The free tensors are ``layer.parametrizations.weight.original0`` and so on, as everywhere in
+    ``torch.nn.utils.parametrize``.
+    """
+
+    bias: Any
+    weight: Any
+    _cache: Any
+    parametrizations: Any
+
+    def _parametrize_weight(self, parametrization: Parametrization) -> None:
+        parametrization.attach(self, "weight")
+        self._cache = parametrization.cache
+
+    def _current_weight(self) -> Tensor:
+        """``self.weight``, without torch's detour over the parametrization where the cache has it."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self._cache.fresh():
+            return self.weight
+        return self._cache.weight if self._is_as_made() else self.weight
+
+    def _is_as_made(self) -> bool:
+        """Whether the weight is ours: nobody has taken our parametrization off, or added another one after it."""
+        held: Any = self._modules.get("parametrizations")
+        chain = held and held._modules.get("weight")
+        if not chain or len(chain._modules) != 1:
+            return False
+        return getattr(chain._modules["0"], "cache", None) is self._cache
+
+    def used_weight(self) -> Tensor:
+        """Return the weight that a forward pass uses, with the casts of autocast."""
+        return as_autocast(self.weight)
+
+    @torch.no_grad()
+    def exact_weight(self, weight: Tensor | None = None) -> Tensor:
+        """Return ``used_weight()``, or another one that stands for it, in float64 on the CPU.
+
+        Raises:
+            ValueError: if it holds no numbers, or some that are not finite.
+        """
+        return checked_weight(self.used_weight() if weight is None else weight, type(self).__name__)
+
+    def _computes_with(self) -> list[Tensor]:
+        """Return tensors that a forward pass depends on; within ``parametrize.cached()`` always the same ones."""
+        return [self.weight]
+
+    @property
+    def parametrization(self) -> Parametrization:
+        """The function that makes the weight."""
+        first = self.parametrizations["weight"][0]
+        assert isinstance(first, Parametrization)
+        return first
+
+    @property
+    def free_tensors(self) -> list[Tensor]:
+        """The tensors that an optimizer trains instead of the weight."""
+        return [tensor for name, tensor in self.parametrizations["weight"].named_parameters(recurse=False)]
+
+    def reset_parameters(self) -> None:
+        """Draw new free tensors and a new bias (uniform, as torch does)."""
+        made = parametrize.is_parametrized(self, "weight")
+        self._reset(self.parametrization.weight_shape if made else self.weight.shape)
+
+    def _reset(self, shape: Sequence[int]) -> None:
+        """Draw new free tensors, and the bias of a layer whose kernel has this shape."""
+        if parametrize.is_parametrized(self, "weight"):
+            self.parametrization.redraw(self.free_tensors)
+        if self.bias is not None:
+            bound = prod(shape[1:]) ** -0.5
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move and cast, but keep free tensors in float32 or better: the weight is rounded, not its sources."""
+        if not parametrize.is_parametrized(self, "weight"):
+            return super()._apply(fn, recurse)
+        return super()._apply(keeping_precision(fn, self.free_tensors), recurse)
+
+    def as_torch(self) -> nn.Module:
+        """The same function in plain ``torch.nn`` layers, with the present weight."""
+        raise NotImplementedError
+
+    def _get_name(self) -> str:
+        return next(c for c in type(self).__mro__ if not c.__name__.startswith("Parametrized")).__name__
+
+    def __repr__(self) -> str:
+        """One line: geometry and method."""
+        return f"{self._get_name()}({self.extra_repr()})"
+
+
+def keeping_precision(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> Callable[[Tensor], Tensor]:
+    """``fn``, except that it does not cast ``tensors`` and their gradients below float32."""
+    keep = {id(t) for tensor in tensors for t in (tensor, tensor.grad) if t is not None}
+
+    def cast(tensor: Tensor) -> Tensor:
+        if id(tensor) not in keep:
+            return fn(tensor)
+        # Shown to `fn` as matrices, so that a memory format for images leaves them alone.
+        moved = fn(tensor.view(-1, *tensor.shape[-2:]) if tensor.ndim > 3 else tensor).view(tensor.shape)
+        return moved if moved.dtype == at_least_float32(moved.dtype) else tensor.to(moved.device)
+
+    return cast
+
+
+def copy_weights(plain: nn.Module, weight: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
+    """Fill a plain layer made on the meta device with detached copies of the tensors."""
+    plain.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format), weight.requires_grad)
+    if bias is not None:
+        plain.bias = nn.Parameter(bias.detach().clone(), bias.requires_grad)
+    return plain.train(training)
+
+
+def check_dtype(dtype: Any) -> None:
+    """Refuse what a weight cannot have.
+
+    Raises:
+        ValueError: if ``dtype`` is given and is not a real floating point type.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype={dtype} must be a real floating point type")
+
+
+def factory_of(weight: Tensor) -> dict[str, Any]:
+    """``device`` and ``dtype`` of a tensor, as keyword arguments."""
+    return {"device": weight.device, "dtype": weight.dtype}

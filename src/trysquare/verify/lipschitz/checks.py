@@ -18,8 +18,8 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from trysquare.nn.layers.base import ParametrizedWeight
 from trysquare.nn.layers.centering import BatchCentering
+from trysquare.nn.parametrizations.base import ParametrizedWeight
 from trysquare.verify.lipschitz.graph import NoRuleError, class_name
 
 
