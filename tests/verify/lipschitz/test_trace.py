@@ -216,3 +216,29 @@ def test_the_steps_are_the_function():
     expected = model(x.clone()).detach()
     assert 0 < error < 1e-6
     assert float((result - expected).norm()) <= 2 * error
+
+
+def test_constants_that_are_conjugated_by_name():
+    def conjugated(m, x):
+        return x @ (torch.complex(m.w, m.w + 1) * 1.0).conj().imag
+
+    weight = torch.randn(4, 4, dtype=DOUBLE)
+    expected = float(torch.linalg.matrix_norm(weight + 1, 2))
+    assert sound(Fn(conjugated, w=weight), (4,)) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ts.FourierOrthoConv2d(3, 6, 3), lambda: ts.SandwichConv2d(3, 6, 3), lambda: ts.OrthoConv2d(3, 6, 3),
+        lambda: ts.OrthoConvTranspose2d(3, 6, 3), lambda: ts.OrthoConv2d(3, 3, 3, method="soc"),
+        lambda: ts.SLLAOCBlock2d(3, 6, 3, 2),
+    ],
+)  # fmt: skip
+def test_weights_that_are_built_while_a_model_is_traced(make):
+    torch.manual_seed(0)
+    layer = nn.Sequential(make())
+    # In training mode nothing is kept from one pass to the next.
+    trained = ts.lipschitz_bound(layer.train(), (3, 6, 6))
+    assert ts.lipschitz_bound(layer.eval(), (3, 6, 6)) == pytest.approx(trained, rel=1e-6)
+    assert trained == pytest.approx(1, abs=1e-4)

@@ -126,11 +126,15 @@ class Step:
         return self.func(*args, **{name: value for name, value in kwargs.items() if name not in _DROPPED})
 
 
+# Whether a tensor is conjugated or negated only by name, which all tensors around it must know too.
+BITS = torch._C._additional_keys_to_prop_for_wrapper_tensors.add(torch._C.DispatchKey.ZeroTensor)
+
+
 def without_memory(cls: type, like: Tensor) -> Any:
     """A tensor of a subclass that has a shape, strides and a dtype, and nothing to read."""
     return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        cls, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=like.dtype,
-        device=like.device,
+        cls, like.shape, like.stride(), like.storage_offset(), None, like.dtype, like.layout, like.device, False, False,
+        None, False, False, BITS & torch._C._dispatch_keys(like),
     )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from trysquare.nn.linalg.precision import autocast_dtype
 from trysquare.verify.lipschitz.checks import input_like
 from trysquare.verify.lipschitz.graph import Frame, Graph, NoRuleError, Shape, Value, class_name
-from trysquare.verify.lipschitz.record import Recorded, Recorder, layout, name_of, user_line, without_memory
+from trysquare.verify.lipschitz.record import BITS, Recorded, Recorder, layout, name_of, user_line, without_memory
 from trysquare.verify.operators import misfit
 
 # Ways to the memory of a tensor on which torch itself raises nothing.
@@ -184,8 +184,9 @@ class Tracer(TorchDispatchMode):
             self.recorder.busy = False
             with self:
                 return func.decompose(*args, **kwargs)
-        if op in ("rrelu_with_noise", "rrelu_with_noise_") and not (len(args) > 4 and args[4]):
-            mean = ((args[2] if len(args) > 2 else 1 / 8) + (args[3] if len(args) > 3 else 1 / 3)) / 2
+        if op in ("rrelu_with_noise", "rrelu_with_noise_") and not _named(func, args, kwargs).get("training"):
+            named = _named(func, args, kwargs)
+            mean = (named.get("lower", 1 / 8) + named.get("upper", 1 / 3)) / 2
             func = torch.ops.aten.leaky_relu_.default if op[-1] == "_" else torch.ops.aten.leaky_relu.default
             return self._called(func, (args[0], mean), {})  # in eval mode torch computes just this
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in op:
@@ -193,7 +194,7 @@ class Tracer(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         written: list[Any] = []
         if written_names:
-            named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+            named = _named(func, args, kwargs)
             given = [leaf for name in written_names for leaf in tree_leaves(named.get(name))]
             written = [leaf for leaf in given if isinstance(leaf, Tensor)]
             for tensor in written:
@@ -328,7 +329,7 @@ class Tracer(TorchDispatchMode):
 def _functional(func: Any, args: Any, kwargs: Any) -> Any:
     """A call by torch's functionalization, on functional tensors."""
     include = torch._C._dispatch_tls_local_include_set() | torch._C.DispatchKeySet(_FUNCTIONALIZE)
-    exclude = torch._C._dispatch_tls_local_exclude_set().remove(_FUNCTIONALIZE)
+    exclude = torch._C._dispatch_tls_local_exclude_set().remove(_FUNCTIONALIZE) - BITS
     args, kwargs = tree_map(lambda leaf: leaf.functional if isinstance(leaf, Traced) else leaf, (args, kwargs))
     with torch._C._ForceDispatchKeyGuard(include, exclude):
         views = torch._functionalize_enable_reapply_views(True)  # type: ignore[attr-defined]
@@ -343,6 +344,10 @@ def _about(func: Any) -> tuple[bool, list[str]]:
     """Whether a function is made of others, and the arguments that it writes to."""
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     return composite, [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
 
 
 def _address(tensor: Tensor) -> int:
