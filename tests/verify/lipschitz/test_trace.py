@@ -204,6 +204,14 @@ def test_what_cannot_be_followed_is_refused_and_changes_nothing(function):
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_a_layout_of_the_input_is_no_cast():
+    torch.manual_seed(0)
+    layer = nn.Conv2d(3, 4, 3, bias=False)
+    model = Fn(lambda m, x: m.layer(x.to(memory_format=torch.channels_last)))
+    model.layer = layer
+    assert ts.lipschitz_bound(model, (3, 6, 6)) == pytest.approx(ts.lipschitz_bound(layer, (3, 6, 6)))
+
+
 def test_the_steps_are_the_function():
     torch.manual_seed(0)
     model = nn.Sequential(

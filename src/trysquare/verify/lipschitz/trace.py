@@ -269,7 +269,7 @@ class Tracer(TorchDispatchMode):
         looked_up = args[1] if op == "embedding" else args[0] if op == "_to_copy" else None
         if looked_up is None or not looked_up.is_floating_point():
             return
-        dtype = kwargs.get("dtype", torch.int64) or looked_up.dtype
+        dtype = kwargs.get("dtype") or looked_up.dtype
         integers = op == "embedding" or not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
         if integers and _address(looked_up) in self._inputs:
             raise TakesTokens
