@@ -12,22 +12,22 @@ import copy
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import trysquare as ts
 from benchmarks import peers
 from benchmarks.networks import exchange
 from benchmarks.report import CERTIFIED, Figure, Part, Plot, accuracy_table, failures
 from benchmarks.training import Task, certificate
-from trysquare.lab.training import build
 from trysquare.lab.training.distribution import World
+from trysquare.lab.training.loop import Training
 from trysquare.lab.training.recipe import Recipe
-from trysquare.lab.training.step import Gradients
+from trysquare.lab.training.step import OPTIMIZERS, Gradients
 
 LIBRARIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "trysquare": lambda model: model,
@@ -74,15 +74,14 @@ class _Run:
     """A training under way that can be paused."""
 
     def __init__(self, recipe: Recipe, change: Callable[[nn.Module], nn.Module]) -> None:
-        images = build.load_images(recipe, "train")
-        self.model: Any = build.build_model(recipe, images)
         # The margin is that of the model with our layers, whose constant is known.
-        loss = build.build_loss(recipe, self.model, build.model_arguments(recipe, images)["input_shape"])
-        change(self.model)
-        loader = build.training_batches(recipe, images, World(torch.device("cpu")))
-        self.stepper = build.build_stepper(recipe, self.model, recipe.train.epochs * len(loader))
-        self.gradients = Gradients(self.model, loss)
-        self.batches: Iterator[tuple[Tensor, Tensor]] = (batch for epoch in count() for batch in loader.epoch(epoch))
+        training = Training(recipe, World(torch.device("cpu")))
+        self.model = change(training.model)
+        self.stepper = OPTIMIZERS[recipe.optimizer.name](
+            self.model.parameters(), training.steps, **recipe.optimizer.options
+        )
+        self.gradients = Gradients(self.model, training.loss)
+        self.batches = (batch for epoch in count() for batch in training.train.epoch(epoch))
         self.seconds, self.steps, self.error = 0.0, 0, ""
         self.evaluated: list[tuple[float, dict[str, Any]]] = []
 

@@ -7,8 +7,7 @@
 from trysquare.lab.training.distribution import first_to_fail, leads
 from trysquare.lab.training.loop import StoppedError, resume, train
 from trysquare.lab.training.recipe import Recipe, read_recipe, recipes, resolve, split_overrides
-from trysquare.lab.training.results import ATTACKS, attack_run, audit_run, certify_run, export_run
-from trysquare.lab.training.run import Run, load_run
+from trysquare.lab.training.run import ATTACKS, Run, attack_run, audit_run, certify_run, export_run, load_run
 from trysquare.lab.training.step import OPTIMIZERS
 
 __all__ = [

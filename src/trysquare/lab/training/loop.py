@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluations, checkpoints, progress on the screen, and stopping."""
+"""The training loop: everything that a recipe names, built; then steps, evaluations and checkpoints to the end."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from trysquare.lab.training.build import Setup, build_setup, radius_schedule
-from trysquare.lab.training.distribution import joined
-from trysquare.lab.training.recipe import Recipe
-from trysquare.lab.training.run import Run, load_run, starting
-from trysquare.lab.training.step import Gradients, takes_head
+from trysquare.lab.data import Loader
+from trysquare.lab.data.registry import check_images
+from trysquare.lab.models import Classifier, build
+from trysquare.lab.training.distribution import World, joined
+from trysquare.lab.training.recipe import MARGINS, Recipe
+from trysquare.lab.training.run import Run, load_images, load_run, starting
+from trysquare.lab.training.step import OPTIMIZERS, Gradients, takes_head
 from trysquare.naming import shown
+from trysquare.nn.losses import Loss, make_loss, margin_for_radius
 from trysquare.nn.parametrizations.base import continue_from, steps_taken
 from trysquare.verify.certification import certified_radius, evaluating, radius_text
 from trysquare.verify.lipschitz import analyse
@@ -62,10 +64,11 @@ def train(recipe: Recipe, out: str | os.PathLike[str] | None = None, *, quiet: b
     ('evaluation', torch.Size([1, 10]))
     """
     with joined(recipe.train.device) as world:
-        setup = build_setup(recipe, world)
+        training = Training(recipe, world)
         with starting(recipe, out) if world.leads else nullcontext() as own:
-            run: Any = world.shared(own)
-            return _Training(setup, run, quiet).run_to_the_end()
+            run = world.shared(own)
+            assert run is not None  # what the first process has made
+            return training.run_to_the_end(run, quiet)
 
 
 def resume(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None, *, quiet: bool = False) -> Run:
@@ -86,11 +89,31 @@ def resume(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = N
     run = load_run(path, overrides)
     with joined(run.recipe.train.device) as world, run.locked() if world.leads else nullcontext():
         state = run.read_state()  # before the model of the recipe is made, which may be a stranger's too
-        training = _Training(build_setup(run.recipe, world), run, quiet)
-        training.restore(state)
+        training = Training(run.recipe, world)
+        training.restore(state, run)
         if world.leads:
             run.write("recipe.yaml", run.recipe.to_yaml())
-        return training.run_to_the_end()
+        return training.run_to_the_end(run, quiet)
+
+
+def build_loss(recipe: Recipe, model: Classifier, input_shape: tuple[int, ...]) -> Loss:
+    """The loss; a radius becomes the margin that certifies it, by the Lipschitz constant of the model at the start."""
+    name, options = recipe.loss.name, dict(recipe.loss.options)
+
+    def constant() -> float:
+        with evaluating(model), torch.no_grad():
+            rows = model.head.weight
+            # Losses take the √2 of orthonormal rows for granted.
+            apart = float(torch.cdist(rows, rows).max()) / math.sqrt(2) if len(rows) > 1 else 1.0
+            return analyse(model, input_shape, compare=False).features_bound * apart
+
+    if "lipschitz" in options and options["lipschitz"] is None:
+        options["lipschitz"] = constant()
+    if name in MARGINS:
+        radius = options.pop("radius")
+        if radius is not None:
+            options[MARGINS[name]] = margin_for_radius(radius, constant())
+    return make_loss(name, **options)
 
 
 @dataclass
@@ -105,115 +128,194 @@ class _Progress:
     sums: list[float] = field(default_factory=lambda: [0.0] * 4)
     metrics_size: int = 0
 
-    def check(self) -> None:
-        """Refuse what no run can have written.
-
-        Raises:
-            ValueError: if something is no number, or negative.
-        """
+    def __post_init__(self) -> None:
+        """Refuse what no run can have written."""
         counts = (self.epoch, self.batch, self.step, self.metrics_size)
-        numbers = (self.seconds, *self.sums)
         if len(self.sums) != 4 or not all(isinstance(count, int) and count >= 0 for count in counts):
             raise ValueError(f"progress={shown(vars(self))} must be counts, at least 0")
-        if not all(isinstance(number, int | float) for number in numbers):
+        if not all(isinstance(number, int | float) for number in (self.seconds, *self.sums)):
             raise ValueError(f"progress={shown(vars(self))} must be numbers")
 
 
-class _Training:
-    """A run under way."""
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured; certified accuracy by radius."""
 
-    def __init__(self, setup: Setup, run: Run, quiet: bool) -> None:
-        self.setup, self.run, self.world, self.recipe = setup, run, setup.world, setup.recipe
-        self.progress = _Progress()
-        wrapped = self.world.wrapped(setup.model)
-        settings = self.recipe.train
-        self.gradients = Gradients(wrapped, setup.loss, settings.accumulate, settings.precision)
-        self.set_radius = radius_schedule(self.recipe, setup.loss, setup.steps)
-        self.parameters = [parameter for parameter in setup.model.parameters() if parameter.requires_grad]
-        self.stream = None if quiet or not self.world.leads else sys.stderr
+    loss: float
+    accuracy: float
+    certified: dict[float, float]
 
-    def run_to_the_end(self) -> Run:
-        """Train what is left."""
-        settings, progress = self.recipe.train, self.progress
-        shown = sorted(self.recipe.evaluate.epsilons)[len(self.recipe.evaluate.epsilons) // 2]
-        self.display = Display(settings.epochs, self.setup.steps, progress.step, shown, self.stream)
-        self.display.say(f"run directory: {self.run.path}")
-        self.setup.model.train()
+
+class Training:
+    """Everything that a run works with, and how far it is.
+
+    Data on disk is checked on the way, by the first process for all.
+
+    Attributes:
+        model: with the weights of the recipe's seed.
+        arguments: those of ``ts.models.build`` that made it.
+        loss: with the margin of the recipe's radius.
+        train: batches of this process.
+        test: those of its share of the test images, in order and not augmented.
+        stepper: the optimizer, for all ``steps``.
+
+    Raises:
+        ValueError: if data is missing or damaged, or parts of the recipe do not fit it or each other.
+    """
+
+    run: Run
+    """Where ``run_to_the_end`` writes."""
+
+    def __init__(self, recipe: Recipe, world: World) -> None:
+        self.recipe, self.world, self.progress = recipe, world, _Progress()
+        settings, images, test_images = recipe.train, load_images(recipe, "train"), load_images(recipe, "test")
+        if world.leads:
+            for split in (images, test_images):
+                check_images(split)
+        classes, self.input_shape = len(images.classes), tuple(images[0][0].shape)
+        self.arguments: dict[str, Any] = {
+            "name": recipe.model.name, "input_shape": self.input_shape, "classes": classes, **recipe.model.options,
+        }  # fmt: skip
+        torch.manual_seed(settings.seed)
+        self.model = build(**self.arguments).to(world.device)
+
+        if settings.batch_size > len(images):
+            raise ValueError(
+                f"train.batch_size={settings.batch_size} is more than the {len(images)} training images: "
+                f"lower it to at most {len(images)}"
+            )
+        if settings.batch_size % world.size:
+            raise ValueError(
+                f"train.batch_size={settings.batch_size} must be a multiple of the number of processes, {world.size}"
+            )
+        place: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "device": world.device}
+        place["workers"] = recipe.data.workers
+        self.train = Loader(
+            images, settings.batch_size, recipe.data.augment, settings.seed, shuffle=True, drop_last=True, **place
+        )
+        self.test = Loader(test_images, max(recipe.evaluate.batch_size, world.size), **place)
+        self.steps = settings.epochs * len(self.train)
+
+        self.loss = build_loss(recipe, self.model, self.input_shape)
+        self._require_loss_of(classes)
+        self.margin_of_radius = getattr(self.loss, MARGINS.get(recipe.loss.name, "radius"), None)
+        self.stepper = OPTIMIZERS[recipe.optimizer.name](
+            self.model.parameters(), self.steps, **recipe.optimizer.options
+        )
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.gradients = Gradients(world.wrapped(self.model), self.loss, settings.accumulate, settings.precision)
+
+    def _require_loss_of(self, classes: int) -> None:
+        """Refuse a loss that does not take a logit for each class, before a run finds out at its first step."""
+        name, options = self.recipe.loss.name, shown(dict(self.recipe.loss.options))
+        logits = torch.zeros(1, classes, device=self.world.device)
+        try:
+            with torch.no_grad():
+                value = float(self.loss_of(logits, torch.zeros(1, dtype=torch.int64, device=logits.device)))
+        except ValueError as error:
+            raise ValueError(f"loss {name!r} does not take {classes} classes: {error}") from error
+        if not math.isfinite(value):
+            raise ValueError(
+                f"loss {name!r} with {options} is {value} where all logits are 0: take numbers that are less extreme"
+            )
+
+    def loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss, with the head's weight if it wants that."""
+        options = {"head": self.model.head.weight} if takes_head(self.loss) else {}
+        return self.loss(logits, labels, **options)
+
+    def run_to_the_end(self, run: Run, quiet: bool = False) -> Run:
+        """Train what is left, epoch by epoch, and write into the directory of the run."""
+        self.run, progress, epochs = run, self.progress, self.recipe.train.epochs
+        epsilons, stream = sorted(self.recipe.evaluate.epsilons), sys.stderr if self.world.leads and not quiet else None
+        self.display = Display(epochs, self.steps, progress.step, epsilons[len(epsilons) // 2], stream)
+        self.display.say(f"run directory: {run.path}")
+        self.model.train()
         with _stop_requests() as stop:
-            while progress.epoch < settings.epochs:
-                self._epoch(stop)
-        return self.run
+            while progress.epoch < epochs:
+                began, spent, before = time.monotonic(), progress.seconds, progress.sums[3]
+                for images, labels in self.train.epoch(progress.epoch, progress.batch):
+                    stopping = self.step(images, labels, stop.is_set())
+                    passed = time.monotonic() - began
+                    progress.seconds, progress.sums[3] = spent + passed, before + passed
+                    self.show()
+                    if stopping:
+                        self._stop()
+                    if progress.step % (self.recipe.train.checkpoint_every or math.inf) == 0:
+                        self.save()
+                loss, right, images_seen, seconds = progress.sums
+                speed = images_seen / seconds
+                self._record("train", loss=loss / images_seen, accuracy=right / images_seen, images_per_second=speed)
+                if progress.epoch + 1 == epochs or (progress.epoch + 1) % self.recipe.evaluate.every == 0:
+                    self._evaluate_and_save()
+                progress.epoch, progress.batch, progress.sums = progress.epoch + 1, 0, [0.0] * 4
+                self.save()
+        return run
 
-    def _epoch(self, stop: threading.Event) -> None:
-        progress, began = self.progress, time.monotonic()
-        spent = progress.seconds, progress.sums[3]
-
-        def clock() -> None:
-            passed = time.monotonic() - began
-            progress.seconds, progress.sums[3] = spent[0] + passed, spent[1] + passed
-
-        for images, labels in self.setup.train.epoch(progress.epoch, progress.batch):
-            stopping = self._step(images, labels, stop.is_set())
-            clock()
-            self._show()
-            if stopping:
-                self._stop()
-            if progress.step % (self.recipe.train.checkpoint_every or math.inf) == 0:
-                self._checkpoint()
-        clock()
-        self._end_epoch()
-
-    def _step(self, images: Tensor, labels: Tensor, stop: bool) -> bool:
+    def step(self, images: Tensor, labels: Tensor, stop: bool) -> bool:
         """One step of the optimizer; whether any process wants to stop after it."""
-        progress, optimizer = self.progress, self.setup.stepper.optimizer
+        progress, optimizer = self.progress, self.stepper.optimizer
         self.set_radius(progress.step)
         optimizer.zero_grad(set_to_none=True)
         counts = self.gradients(images, labels)
         *sums, stops = self.world.total(torch.cat([counts, counts.new_tensor([float(stop)])])).tolist()
         norm = get_total_norm([parameter.grad for parameter in self.parameters if parameter.grad is not None])
-        self._require_finite(sums[0], float(norm))
+        if not (math.isfinite(sums[0]) and math.isfinite(float(norm))):
+            raise FloatingPointError(
+                f"training stopped in epoch {progress.epoch + 1}, step {progress.step + 1}: the loss is {sums[0]} and "
+                f"the norm of the gradient is {float(norm)}; {self._kept()}. Lower optimizer.lr or set train.clip"
+            )
         if self.recipe.train.clip is not None:
             clip_grads_with_norm_(self.parameters, self.recipe.train.clip, norm)
-        self.setup.stepper.step(progress.step)
+        self.stepper.step(progress.step)
         progress.step, progress.batch = progress.step + 1, progress.batch + 1
         progress.sums[:3] = [total + new for total, new in zip(progress.sums, sums, strict=False)]
         return stops > 0
 
-    def _require_finite(self, loss: float, norm: float) -> None:
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise FloatingPointError(
-                f"training stopped in epoch {self.progress.epoch + 1}, step {self.progress.step + 1}: the loss is "
-                f"{loss} and the norm of the gradient is {norm}; {self._kept()}. Lower optimizer.lr or set train.clip"
-            )
+    def set_radius(self, step: int) -> None:
+        """Give the loss the radius of this step, or its margin, on the way from ``train.radius_start``."""
+        settings, final = self.recipe.train, self.recipe.loss.options.get("radius")
+        if settings.radius_start is not None and final and self.margin_of_radius is not None:
+            ramp = max(1, math.ceil(settings.radius_ramp * self.steps))
+            radius = settings.radius_start + (final - settings.radius_start) * min(step / ramp, 1.0)
+            setattr(self.loss, MARGINS.get(self.recipe.loss.name, "radius"), self.margin_of_radius * radius / final)
 
-    def _kept(self) -> str:
-        if (self.run.path / "checkpoint.pt").is_file():
-            return f"the last checkpoint is {self.run.path / 'checkpoint.pt'}"
-        return "there was no checkpoint yet"
-
-    def _show(self) -> None:
+    def show(self) -> None:
+        """Show where training is, if it is time."""
         if self.display.due():
             progress = self.progress
             loss, right, images, seconds = progress.sums
             self.display.show(progress.epoch, progress.step, loss / images, right / images, images / seconds)
 
-    def _end_epoch(self) -> None:
-        progress, settings = self.progress, self.recipe.train
-        loss, right, images, seconds = progress.sums
-        self._record("train", loss=loss / images, accuracy=right / images, images_per_second=images / seconds)
-        last = progress.epoch + 1 == settings.epochs
-        if last or (progress.epoch + 1) % self.recipe.evaluate.every == 0:
-            self._evaluate()
-        progress.epoch, progress.batch, progress.sums = progress.epoch + 1, 0, [0.0] * 4
-        self._checkpoint()
+    @torch.no_grad()
+    def evaluate(self) -> Evaluation:
+        """Evaluate the weights as they are now, on the shares of all processes.
 
-    def _evaluate(self) -> None:
+        Certified accuracies use the Lipschitz bound of these weights. They leave out what ``ts.certify`` does on top:
+        it takes off the error of evaluation, which is about 1e-6.
+        """
+        epsilons = self.recipe.evaluate.epsilons
+        counts = torch.zeros(3 + len(epsilons), dtype=torch.float64)
+        with evaluating(self.model):
+            found = analyse(self.model, self.input_shape, compare=False)
+            for images, labels in self.test.epoch(0):
+                if len(labels):
+                    logits = self.model(images)
+                    loss = float(self.loss_of(logits, labels)) * len(labels)
+                    radii = certified_radius(logits, labels, found.features_bound, found.head_weight)
+                    right = int((logits.argmax(1) == labels).sum())
+                    counts += torch.tensor([loss, right, len(labels), *(int((radii > e).sum()) for e in epsilons)])
+        loss, right, count, *certified = self.world.total(counts.to(self.world.device)).tolist()
+        shares = {epsilon: number / count for epsilon, number in zip(epsilons, certified, strict=True)}
+        return Evaluation(loss / count, right / count, shares)
+
+    def _evaluate_and_save(self) -> None:
         """Measure and save the weights that the optimizer evaluates with."""
         began = time.monotonic()
-        with self.setup.stepper.evaluation_weights():
-            found: Evaluation = evaluate(self.setup)
+        with self.stepper.evaluation_weights():
+            found: Evaluation = self.evaluate()
             if self.world.leads:
-                self.run.save_model(self.setup.model, self.setup.arguments)
+                self.run.save_model(self.model, self.arguments)
         self.progress.seconds += time.monotonic() - began
         self.display.evaluated(self.progress.epoch, found)
         # Programs read these keys with ``float``, so they are decimals where people are shown 36/255.
@@ -223,60 +325,58 @@ class _Training:
     def _record(self, kind: str, **numbers: Any) -> None:
         progress = self.progress
         record = {"kind": kind, "epoch": progress.epoch + 1, "step": progress.step, **numbers}
-        record |= {"seconds": round(progress.seconds, 3), "lr": self.setup.stepper.learning_rate}
+        record |= {"seconds": round(progress.seconds, 3), "lr": self.stepper.learning_rate}
         if self.world.leads:
             progress.metrics_size = self.run.append_metrics(record)
 
-    def _checkpoint(self) -> None:
+    def save(self) -> None:
+        """Write a checkpoint, from which ``restore`` goes on."""
         if not self.world.leads:
             return
         if not all(bool(parameter.isfinite().all()) for parameter in self.parameters):
             raise FloatingPointError(f"weights are not finite after step {self.progress.step}; {self._kept()}")
         self.run.save_state(
             {
-                "model": self.setup.model.state_dict(),
-                "model_arguments": self.setup.arguments,
-                "optimizer": self.setup.stepper.optimizer.state_dict(),
-                "steps_seen": steps_taken(self.setup.stepper.optimizer),
+                "model": self.model.state_dict(),
+                "model_arguments": self.arguments,
+                "optimizer": self.stepper.optimizer.state_dict(),
+                "steps_seen": steps_taken(self.stepper.optimizer),
                 "progress": vars(self.progress),
                 "random": torch.get_rng_state(),
             }
         )
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def _kept(self) -> str:
+        path = self.run.path / "checkpoint.pt"
+        return f"the last checkpoint is {path}" if path.is_file() else "there was no checkpoint yet"
+
+    def restore(self, state: Mapping[str, Any], run: Run) -> None:
         """Go back to a checkpoint.
 
         Raises:
             ValueError: if it is not that of this model, or the run is to end before it.
         """
-        if state.get("model_arguments") != self.setup.arguments:
-            found, wanted = state.get("model_arguments"), self.setup.arguments
-            raise ValueError(
-                f"{self.run.path / 'checkpoint.pt'} is of another model: {shown(found)}, the recipe has {shown(wanted)}"
-            )
+        path, optimizer, epochs = run.path / "checkpoint.pt", self.stepper.optimizer, self.recipe.train.epochs
+        if (found := state.get("model_arguments")) != self.arguments:
+            raise ValueError(f"{path} is of another model: {shown(found)}, the recipe has {shown(self.arguments)}")
         try:
-            self.setup.model.load_state_dict(state["model"])
-            self.setup.stepper.optimizer.load_state_dict(state["optimizer"])
+            self.model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
             self.progress = _Progress(**state["progress"])
-            self.progress.check()
-            continue_from(self.setup.stepper.optimizer, int(state["steps_seen"]))
+            continue_from(optimizer, int(state["steps_seen"]))
             torch.set_rng_state(state["random"])
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{self.run.path / 'checkpoint.pt'} does not fit the recipe: {error}") from error
-        self._require_not_past_the_end()
+            raise ValueError(f"{path} does not fit the recipe: {error}") from error
+        if epochs < (begun := self.progress.epoch + (self.progress.batch > 0)):
+            raise ValueError(f"train.epochs={epochs}, but the run is in epoch {begun} already: give at least {begun}")
         if self.world.leads:
-            self.run.cut_metrics(self.progress.metrics_size)
-            for left_over in Path(self.run.path).glob("*.tmp"):
+            run.cut_metrics(self.progress.metrics_size)
+            for left_over in run.path.glob("*.tmp"):
                 if not left_over.is_dir():
                     left_over.unlink()
 
-    def _require_not_past_the_end(self) -> None:
-        epochs, begun = self.recipe.train.epochs, self.progress.epoch + (self.progress.batch > 0)
-        if epochs < begun:
-            raise ValueError(f"train.epochs={epochs}, but the run is in epoch {begun} already: give at least {begun}")
-
     def _stop(self) -> None:
-        self._checkpoint()
+        self.save()
         # Nobody leaves before it is written: torchrun ends all processes when the first is gone.
         self.world.total(torch.zeros(1, device=self.world.device))
         place = f"epoch {self.progress.epoch + 1} after step {self.progress.step}"
@@ -305,42 +405,6 @@ def _stop_requests() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What was measured; certified accuracy by radius."""
-
-    loss: float
-    accuracy: float
-    certified: dict[float, float]
-
-
-@torch.no_grad()
-def evaluate(setup: Setup) -> Evaluation:
-    """Evaluate the weights as they are now, on the shares of all processes.
-
-    Certified accuracies use the Lipschitz bound of these weights. They leave out what ``ts.certify`` does on top: it
-    takes off the error of evaluation, which is about 1e-6.
-    """
-    model, epsilons = setup.model, setup.recipe.evaluate.epsilons
-    counts = torch.zeros(3 + len(epsilons), dtype=torch.float64)
-    with evaluating(model):
-        found = analyse(model, setup.input_shape, compare=False)
-        options = {"head": model.head.weight} if takes_head(setup.loss) else {}
-        for images, labels in setup.test.epoch(0):
-            if len(labels):
-                logits = model(images)
-                loss = float(setup.loss(logits, labels, **options)) * len(labels)
-                radii = certified_radius(logits, labels, found.features_bound, found.head_weight)
-                right = int((logits.argmax(1) == labels).sum())
-                counts += torch.tensor([loss, right, len(labels), *(int((radii > e).sum()) for e in epsilons)])
-    loss, right, count, *certified = setup.world.total(counts.to(setup.world.device)).tolist()
-    return Evaluation(
-        loss / count,
-        right / count,
-        {epsilon: number / count for epsilon, number in zip(epsilons, certified, strict=True)},
-    )
 
 
 # Seconds between two changes of the line on a terminal, and between two lines elsewhere.

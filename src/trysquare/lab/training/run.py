@@ -1,4 +1,4 @@
-"""The directory of a run: what is in it, and how it is written.
+"""The directory of a run: what is in it, how it is written, and what is found out about its model after training.
 
 ``recipe.yaml`` (every default filled in), ``versions.json``, ``metrics.jsonl``, ``checkpoint.pt`` (to resume),
 ``model.safetensors`` (to use), and later ``certificate.json``, ``attack.json``, ``audit.json``, ``report.html`` and
@@ -12,18 +12,18 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from trysquare.files import inside, read_file, write_whole
+from trysquare.files import DIGEST, check_writable, inside, read_file, sha256, write_whole
 from trysquare.lab.checkpoint import (
     MODEL_FILES,
     REGISTRY,
@@ -35,12 +35,24 @@ from trysquare.lab.checkpoint import (
     save_checkpoint,
     unpacked,
 )
-from trysquare.lab.data import Loader
+from trysquare.lab.data import Images, Loader, load
 from trysquare.lab.data.sets import Subset
 from trysquare.lab.models import build
-from trysquare.lab.training.build import load_images
 from trysquare.lab.training.recipe import Recipe, read_recipe
-from trysquare.naming import shown
+from trysquare.naming import pick, shown
+from trysquare.nn.export import FORMATS, export
+from trysquare.verify.attacks import AttackReport, attack_report, autoattack_l2, pgd_l2
+from trysquare.verify.auditing import AuditReport, audit
+from trysquare.verify.certification import Certificate, certify
+
+
+def load_images(recipe: Recipe, split: str) -> Images:
+    """Images of the recipe's data set.
+
+    Raises:
+        ValueError: if a file is missing or damaged; files of images in folders are only listed.
+    """
+    return load(recipe.data.name, recipe.data.root, split, size=recipe.data.size)
 
 
 @dataclass(frozen=True)
@@ -282,3 +294,98 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+ATTACKS: dict[str, Callable[..., Tensor]] = {"pgd": pgd_l2, "autoattack": autoattack_l2}
+R = TypeVar("R", Certificate, AttackReport, AuditReport)
+Show = Callable[[R], None]
+"""Called with a result before it is written, so that a disk that is full by then takes nothing away."""
+# Inputs on which an exported file is compared.
+_COMPARED = 16
+
+
+def certify_run(
+    run: Run,
+    *,
+    samples: int | None = None,
+    epsilons: Sequence[float] | None = None,
+    show: Show[Certificate] | None = None,
+) -> Certificate:
+    """Certify the test images of a run, and write ``certificate.json``.
+
+    Args:
+        run: with a trained model.
+        samples: how many images, evenly spread; all unless given.
+        epsilons: radii; those of the recipe unless given.
+        show: called with the result before it is written.
+
+    Raises:
+        ValueError: before the work, if the file could not be written.
+        OSError: after it, if the file cannot be written.
+    """
+    digest = _digest(run, "certificate.json")
+    return _written(run, "certificate.json", digest, _certificate(run, samples, epsilons), show)
+
+
+def _certificate(run: Run, samples: int | None, epsilons: Sequence[float] | None) -> Certificate:
+    radii = run.recipe.evaluate.epsilons if epsilons is None else epsilons
+    return certify(run.model(), run.batches(samples=samples), epsilons=radii)
+
+
+def attack_run(
+    run: Run,
+    *,
+    attack: str = "pgd",
+    samples: int | None = None,
+    epsilons: Sequence[float] | None = None,
+    show: Show[AttackReport] | None = None,
+) -> AttackReport:
+    """Attack the model of a run by one of ``ATTACKS``, and write ``attack.json``; otherwise as ``certify_run``."""
+    chosen, digest = pick(ATTACKS, attack, "attack"), _digest(run, "attack.json")
+    certificate = _certificate(run, samples, epsilons)
+    report = attack_report(run.model(), run.batches(samples=samples), certificate, attack=chosen)
+    return _written(run, "attack.json", {"attack": attack, **digest}, report, show)
+
+
+def audit_run(run: Run, *, spectra: bool = False, show: Show[AuditReport] | None = None) -> AuditReport:
+    """Audit the model of a run on inputs of its data's shape, and write ``audit.json``; as ``certify_run``."""
+    digest, shape = _digest(run, "audit.json"), tuple(_examples(run).shape[1:])
+    return _written(run, "audit.json", digest, audit(run.model(), shape, spectra=spectra), show)
+
+
+def export_run(run: Run, file_format: str = "torch") -> tuple[Path, float]:
+    """Write the model of a run as a file that needs nothing of ours.
+
+    Returns:
+        The file, and the largest difference of its outputs from those of the model.
+
+    Raises:
+        ValueError: before the work, if the file could not be written.
+    """
+    path = run.place(f"export/{pick(FORMATS, file_format, 'format')}")
+    path.parent.mkdir(exist_ok=True)
+    check_writable(path)
+    return path, export(run.model(), path, _examples(run), file_format)
+
+
+def _examples(run: Run) -> Tensor:
+    images, _ = next(iter(run.batches().epoch(0)))
+    return images[:_COMPARED]
+
+
+def _digest(run: Run, name: str) -> dict[str, str]:
+    """What tells the present model from later ones; asked for before it is read, so that a doubt is seen.
+
+    Raises:
+        ValueError: if the file of this name, which is to hold it, could not be written.
+    """
+    check_writable(run.place(name))
+    path = next((run.path / model for model in MODEL_FILES if (run.path / model).is_file()), None)
+    return {} if path is None else {DIGEST: sha256(path)}
+
+
+def _written(run: Run, name: str, about: dict[str, str], result: R, show: Show[R] | None) -> R:
+    if show is not None:
+        show(result)
+    run.write(name, json.dumps({**about, **json.loads(result.to_json())}, indent=2) + "\n")
+    return result
