@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,26 +133,9 @@ def megabytes(number: float) -> str:
 
 def failures(rows: Mapping[str, Any]) -> list[Part]:
     """Return a list of the rows that hold an error in place of numbers, if there are any."""
-    lines = [f"* {name}: {row['error']}" for name, row in rows.items() if "error" in row]
+    reasons: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        if "error" in row:
+            reasons.setdefault(row["error"], []).append(name)
+    lines = [f"* {'; '.join(names)}: {reason}" for reason, names in reasons.items()]
     return ["\n".join(["Not measured:", "", *lines])] if lines else []
-
-
-def accuracy_table(
-    kind: str, title: str, rows: Mapping[str, Any], more: Mapping[str, Callable[[Any], str]] | None = None
-) -> Table:
-    """Return a table of trained networks and their certificates, without those that failed."""
-    more = more or {}
-    columns = [kind, "parameters", "steps", *more, "accuracy", *(f"certified at {r}/255" for r in RADII), "Lipschitz"]
-    cells = [
-        [
-            name,
-            f"{row['parameters'] / 1e6:.2f} M",
-            str(row["steps"]),
-            *(show(row) for show in more.values()),
-            *(f"{share:.1%}" for share in (row["accuracy"], *row["certified"])),
-            f"{row['lipschitz']:.4f}",
-        ]
-        for name, row in rows.items()
-        if "error" not in row
-    ]
-    return Table(columns, cells, title)
