@@ -20,8 +20,22 @@ from torch import Tensor
 from trysquare.files import inside, write_whole
 from trysquare.lab.data import DATASETS, Images, load
 from trysquare.lab.report.charts import certified_series, class_chart, curve_chart, line_chart, series, spectra_chart
-from trysquare.lab.report.formats import bound, count, duration, number, percent, radius, scientific
-from trysquare.lab.report.markup import Markup, absent, join, legend, section, table, tag
+from trysquare.lab.report.markup import (
+    Markup,
+    absent,
+    bound,
+    count,
+    duration,
+    join,
+    legend,
+    number,
+    percent,
+    radius,
+    scientific,
+    section,
+    table,
+    tag,
+)
 from trysquare.lab.report.reading import COMMANDS, Results, read_recipe, read_results
 from trysquare.verify.attacks import CertificateError
 from trysquare.verify.auditing import AuditReport
