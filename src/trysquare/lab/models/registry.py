@@ -5,15 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 from torch import nn
 
 from trysquare.lab.models.classifier import HEADS, Classifier
 from trysquare.lab.models.common import Body, Shape, choose
-from trysquare.naming import shown
+from trysquare.naming import require_known, shown
 from trysquare.nn.geometry import positive
 from trysquare.nn.layers import InputScaling
 
@@ -38,15 +37,17 @@ class Builder:
     'l2'
     """
 
-    def __init__(self, body: Callable[..., Body], summary: str, head: str = "orthogonal", **defaults: Any) -> None:
+    def __init__(self, body: Callable[..., Body], summary: str, head: str = "orthogonal", **defaults: object) -> None:
         self.body, self.summary = body, summary
         _, *own = inspect.signature(body).parameters.values()
         family = {parameter.name: parameter.default for parameter in own}
         self.options: dict[str, Any] = {**family, **defaults, "mean": None, "std": None, "head": head}
 
-    def __call__(self, input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, **options: Any) -> Classifier:
+    def __call__(self, input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, **options: object) -> Classifier:
         """Build the model; see ``build``."""
-        chosen = {**self.options, **self._known(options)}
+        for name in options:
+            require_known(name, self.options, "option")
+        chosen = {**self.options, **options}
         for name, value in chosen.items():
             _require_kind(name, value, self.options[name])
         _refuse_endless(chosen)
@@ -63,18 +64,6 @@ class Builder:
             raise
         return Classifier(nn.Sequential(*scaling, *layers), make_head(features, classes))
 
-    def _known(self, options: dict[str, Any]) -> dict[str, Any]:
-        for name in options:
-            if name not in self.options:
-                raise ValueError(f"{unknown('option', name, self.options)}; there are {', '.join(self.options)}")
-        return options
-
-
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """What to say about a name that does not exist: which one it looks like."""
-    near = get_close_matches(name[:_LONGEST_NAME], list(known), n=1, cutoff=0.4)
-    return f"unknown {kind} {shown(name)}" + (f", did you mean {near[0]!r}?" if near else "")
-
 
 def _scaling(mean: Scale | None, std: Scale | None) -> list[nn.Module]:
     if mean is None and std is None:
@@ -89,7 +78,7 @@ _LARGEST_INPUT = 2**31
 _LONGEST_NAME = 80
 
 
-def _require_kind(name: str, value: Any, default: Any) -> None:
+def _require_kind(name: str, value: object, default: object) -> None:
     """Refuse a value that is not of the kind of the default, which may be text, a number or a list of integers."""
     if name in ("mean", "std"):
         numbers = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
@@ -110,7 +99,7 @@ def _require_kind(name: str, value: Any, default: Any) -> None:
         raise ValueError(f"{name}={shown(value)} must be {wanted}")
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, SupportsIndex) and not isinstance(value, bool)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -439,7 +438,7 @@ def provenance(run: Results) -> Markup:
     return section("provenance", "How it was made", tag("div", recipe, used, class_="pair"))
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -63,8 +63,8 @@ class Results:
 
     path: Path
     recipe: str
-    sections: Mapping[str, Any]
-    versions: Mapping[str, Any]
+    sections: Mapping[str, object]
+    versions: Mapping[str, object]
     metrics: tuple[Record, ...]
     parameters: int
     certificate: Certificate
@@ -105,7 +105,7 @@ def read_results(path: Path) -> Results:
     )
 
 
-def read_recipe(path: Path) -> tuple[str, Mapping[str, Any]]:
+def read_recipe(path: Path) -> tuple[str, Mapping[str, object]]:
     """Return text and sections of the recipe of a run.
 
     Raises:
@@ -158,11 +158,11 @@ def _brief(error: BaseException) -> str:
     return text if len(text) <= 300 else f"{text[:300]} …"
 
 
-def _object(content: bytes) -> Mapping[str, Any]:
+def _object(content: bytes) -> Mapping[str, object]:
     return _mapping(json.loads(content))
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: object) -> Mapping[str, object]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ValueError(f"{type(value).__name__} where names with values should be")
     return value
@@ -228,7 +228,7 @@ def _metrics(content: bytes) -> tuple[Record, ...]:
     return tuple(records)
 
 
-def _record(content: Mapping[str, Any]) -> Record:
+def _record(content: Mapping[str, object]) -> Record:
     kind, step = content.get("kind"), _finite(content.get("step"))
     if kind not in KINDS or step is None:
         raise ValueError(f"kind {kind!r} must be one of {KINDS}, and step {content.get('step')!r} a number")
@@ -242,7 +242,7 @@ def _record(content: Mapping[str, Any]) -> Record:
     return Record(kind, step, values, shares)
 
 
-def _finite(value: Any) -> float | None:
+def _finite(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None

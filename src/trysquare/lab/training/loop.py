@@ -71,7 +71,7 @@ def train(recipe: Recipe, out: str | os.PathLike[str] | None = None, *, quiet: b
             return training.run_to_the_end(run, quiet)
 
 
-def resume(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None, *, quiet: bool = False) -> Run:
+def resume(path: str | os.PathLike[str], overrides: Mapping[str, object] | None = None, *, quiet: bool = False) -> Run:
     """Continue a run from its last checkpoint, bit for bit as if it had not been stopped (on one process).
 
     Args:
@@ -322,7 +322,7 @@ class Training:
         certified = {f"{epsilon:.6g}": share for epsilon, share in found.certified.items()}
         self._record("evaluation", loss=found.loss, accuracy=found.accuracy, certified=certified)
 
-    def _record(self, kind: str, **numbers: Any) -> None:
+    def _record(self, kind: str, **numbers: object) -> None:
         progress = self.progress
         record = {"kind": kind, "epoch": progress.epoch + 1, "step": progress.step, **numbers}
         record |= {"seconds": round(progress.seconds, 3), "lr": self.stepper.learning_rate}
@@ -394,7 +394,7 @@ def _stop_requests() -> Iterator[threading.Event]:
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def note(number: int, frame: Any) -> None:
+    def note(number: int, frame: object) -> None:
         requested.set()
         signal.signal(number, before[signal.Signals(number)] or signal.SIG_DFL)
 

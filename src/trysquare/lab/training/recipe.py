@@ -139,7 +139,7 @@ class Recipe:
         return str(yaml().safe_dump(self.to_mapping(), sort_keys=False))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, Component):
         return {"name": value.name, **_plain(value.options)}
     if is_dataclass(value):
@@ -152,8 +152,8 @@ def _plain(value: Any) -> Any:
 class Option(NamedTuple):
     """What an option of a registry entry may be, and what it is if nobody says."""
 
-    hint: Any
-    default: Any
+    hint: object
+    default: object
 
 
 # Where a loss keeps the difference of logits that it asks for, which a recipe may give as a radius.
@@ -197,7 +197,7 @@ _REGISTRIES: dict[str, Callable[[str], dict[str, Option]]] = {
 }
 
 
-def resolve(content: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Recipe:
+def resolve(content: Mapping[str, object], overrides: Mapping[str, object] | None = None) -> Recipe:
     """A recipe with every default filled in.
 
     Args:
@@ -244,7 +244,7 @@ def wants_text(key: str) -> bool:
     return get_type_hints(_SECTIONS[section]).get(name) in (str, str | None) if section in _SECTIONS else False
 
 
-def as_mapping(content: Any, kind: str) -> dict[str, Any]:
+def as_mapping(content: object, kind: str) -> dict[str, Any]:
     """A copy of a mapping; ``None`` is an empty one.
 
     Raises:
@@ -255,7 +255,7 @@ def as_mapping(content: Any, kind: str) -> dict[str, Any]:
     return dict(content or {})
 
 
-def _with_overrides(content: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _with_overrides(content: dict[str, Any], overrides: Mapping[str, object]) -> dict[str, Any]:
     # Names first: they decide which options there are.
     for key, value in sorted(overrides.items(), key=lambda item: not item[0].endswith(".name")):
         section, _, rest = key.partition(".")
@@ -265,13 +265,13 @@ def _with_overrides(content: dict[str, Any], overrides: Mapping[str, Any]) -> di
     return content
 
 
-def _replaced(content: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+def _replaced(content: dict[str, Any], path: Sequence[str], value: object) -> dict[str, Any]:
     """A copy with the value at this path."""
     first, *rest = path
     return {**content, first: _replaced(as_mapping(content.get(first), first), rest, value) if rest else value}
 
 
-def _section(kind: type[S], name: str, content: Mapping[str, Any]) -> S:
+def _section(kind: type[S], name: str, content: Mapping[str, object]) -> S:
     hints = get_type_hints(kind)
     for key in content:
         require_known(key, hints, f"key of {name}")
@@ -358,7 +358,7 @@ def _value_of(recipe: Recipe, key: str) -> Any:
     return part.options.get(name) if isinstance(part, Component) else getattr(part, name)
 
 
-def _require_range(key: str, value: Any, wanted: str, fits: Callable[[Any], bool]) -> None:
+def _require_range(key: str, value: object, wanted: str, fits: Callable[[Any], bool]) -> None:
     if isinstance(value, tuple):
         if not value:
             raise ValueError(f"{key}=[] must have at least one number")
@@ -391,7 +391,7 @@ def recipes() -> dict[str, str]:
     return {name: _read(path)["summary"] for name, path in _packaged().items()}
 
 
-def read_recipe(source: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> Recipe:
+def read_recipe(source: str | os.PathLike[str], overrides: Mapping[str, object] | None = None) -> Recipe:
     """A recipe of the package by its name, or one from a YAML file.
 
     Raises:
@@ -446,7 +446,7 @@ def parse_yaml(text: str | bytes) -> Any:
         raise ValueError(f"{_NOT_YAML}: {' '.join(str(error).split())}") from error
 
 
-def _size(node: Any, known: dict[int, int]) -> int:
+def _size(node: object, known: dict[int, int]) -> int:
     """Return how many values a node stands for with its aliases written out."""
     if id(node) not in known:
         known[id(node)] = _MOST_VALUES + 1  # if it is met again inside of itself
@@ -456,7 +456,7 @@ def _size(node: Any, known: dict[int, int]) -> int:
     return known[id(node)]
 
 
-def _repeated_key(node: Any, above: str = "") -> str:
+def _repeated_key(node: object, above: str = "") -> str:
     """Where a mapping of nodes below this one has a key twice; YAML would take the last. Empty if none has."""
     if not isinstance(node, yaml().MappingNode):
         return ""
@@ -512,7 +512,7 @@ def _value(key: str, text: str) -> Any:
 # Types are checked here and not by pydantic: the fields of a section are the arguments of a function that the recipe
 # names, so that its models would be made at run time; `import trysquare` reads this file, and torch and numpy are all
 # that it needs; and what is most of this file (the nearest name, ranges, 36/255, errors in one sentence) would stay.
-def convert(value: Any, hint: Any, key: str) -> Any:
+def convert(value: object, hint: object, key: str) -> Any:
     """A value as the type that the hint asks for.
 
     YAML reads ``1e-3`` and ``36/255`` as text; both are numbers where a number is wanted. A number is text where text
@@ -534,7 +534,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
         raise ValueError(f"{key}={shown(value)} must be {described(hint)}") from error
 
 
-def _converted(value: Any, hint: Any) -> Any:
+def _converted(value: object, hint: object) -> Any:
     """The value, or ``TypeError``."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
@@ -551,12 +551,12 @@ def _converted(value: Any, hint: Any) -> Any:
         return _number(value)
     if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+    if not isinstance(hint, type) or not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise TypeError
     return value
 
 
-def _first_of(value: Any, hints: Sequence[Any]) -> Any:
+def _first_of(value: object, hints: Sequence[object]) -> Any:
     for hint in hints:
         try:
             return _converted(value, hint)
@@ -565,19 +565,19 @@ def _first_of(value: Any, hints: Sequence[Any]) -> Any:
     raise TypeError
 
 
-def _listed(value: Any, length: int | None = None) -> Sequence[Any]:
+def _listed(value: object, length: int | None = None) -> Sequence[Any]:
     if not isinstance(value, list | tuple) or length not in (None, len(value)):
         raise TypeError
     return value
 
 
-def _mapped(value: Any) -> dict[str, Any]:
+def _mapped(value: object) -> dict[str, Any]:
     if value is not None and not isinstance(value, Mapping):
         raise TypeError
     return {str(key): item for key, item in (value or {}).items()}
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise TypeError
     try:
@@ -596,10 +596,16 @@ def quotient(text: str) -> float:
     return float(above) / float(below) if slash else float(text)
 
 
-_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+_WORDS: dict[object, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    type(None): "null",
+}
 
 
-def described(hint: Any) -> str:
+def described(hint: object) -> str:
     """The hint in words.
 
     >>> from trysquare.lab.training.recipe import described

@@ -77,7 +77,7 @@ class Run:
             self._require_own(path, read_checkpoint(path)["arguments"])
         return load_model(self.path)
 
-    def _require_own(self, path: Path, arguments: Mapping[str, Any]) -> None:
+    def _require_own(self, path: Path, arguments: Mapping[str, object]) -> None:
         """Refuse a file of another model than that of the recipe."""
         wanted = {"name": self.recipe.model.name, **self.recipe.model.options}
         others = {name: arguments.get(name) for name, value in wanted.items() if arguments.get(name) != value}
@@ -161,11 +161,11 @@ class Run:
         finally:
             os.close(folder)
 
-    def save_model(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    def save_model(self, model: nn.Module, arguments: Mapping[str, object]) -> None:
         """Write the model with its present weights."""
         save_checkpoint(self.place(MODEL_FILES[0]), model, REGISTRY, arguments)
 
-    def save_state(self, state: Mapping[str, Any]) -> None:
+    def save_state(self, state: Mapping[str, object]) -> None:
         """Write what resuming needs."""
         self.write("checkpoint.pt", packed(state))
 
@@ -191,7 +191,7 @@ class Run:
             raise ValueError(f"{path} does not fit the recipe: {error}") from error
         return state
 
-    def append_metrics(self, record: Mapping[str, Any]) -> int:
+    def append_metrics(self, record: Mapping[str, object]) -> int:
         """Add a line; the size of the file afterwards.
 
         Raises:
@@ -259,7 +259,7 @@ def starting(recipe: Recipe, path: str | os.PathLike[str] | None = None) -> Iter
         yield run
 
 
-def load_run(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> Run:
+def load_run(path: str | os.PathLike[str], overrides: Mapping[str, object] | None = None) -> Run:
     """A run from its directory.
 
     Args:

@@ -156,7 +156,7 @@ class Stepper:
                     parameter.copy_(value)
 
 
-def _schedule_free(kind: str, parameters: Iterable[nn.Parameter], **options: Any) -> Stepper:
+def _schedule_free(kind: str, parameters: Iterable[nn.Parameter], **options: object) -> Stepper:
     try:
         import schedulefree  # type: ignore[import-untyped, import-not-found]
     except ImportError as error:
