@@ -17,7 +17,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser, with one sub-command for each question."""
     top = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
     commands = top.add_subparsers(dest="question", required=True, metavar="QUESTION")
-    for name in QUESTIONS:
+    for name in (*QUESTIONS, "counts"):
         text = question(name).__doc__ or ""
         style = argparse.RawDescriptionHelpFormatter
         sub = commands.add_parser(name, help=text.splitlines()[0], description=text, formatter_class=style)
@@ -48,8 +48,9 @@ def main(line: list[str]) -> None:
 
 
 def _measure(arguments: argparse.Namespace, line: list[str]) -> Path:
-    name, quick = arguments.question, "quick" if arguments.quick else "."
-    path: Path = arguments.out or results.FOLDER / quick / f"{name}.json"
+    name = arguments.question
+    folder = "." if name in QUESTIONS and not arguments.quick else "quick"  # which is not on the page, nor in git
+    path: Path = arguments.out or results.FOLDER / folder / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not os.access(path.parent, os.W_OK):  # an error now, not after hours
         raise ValueError(f"cannot write {path}")

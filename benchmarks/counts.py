@@ -1,9 +1,8 @@
 """FLOPs, aten calls, saved and written bytes of building kernels: numbers that do not depend on the machine.
 
 ``tests/benchmarks/test_counts.py`` fails if one of them grows beyond ``counts.json`` next to it; ``--record`` makes the
-present numbers the limits, and ``python -m benchmarks counts`` prints them as a table for every kind of layer. FLOPs
-are those of products; factorisations show in the calls and in "written", the bytes of the results of all operations but
-views. "Saved" is what autograd keeps between forward and backward of the weight.
+present numbers the limits. FLOPs are those of products; factorisations show in the calls and in "written", the bytes of
+the results of all operations but views. "Saved" is what autograd keeps between forward and backward of the weight.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ QUESTIONS = {
     "methods": "Which method should I choose?",
     "recipe": "What does the time buy in training?",
     "orthogonalizers": "Which orthogonalizer should I choose?",
-    "counts": "What do the tests guard?",
 }
 INTRODUCTION = """\
 # Benchmarks
@@ -26,7 +25,8 @@ INTRODUCTION = """\
 This page is rendered by `python -m benchmarks page` from the JSON files in `benchmarks/results/`, which hold every
 sample; please do not edit it by hand. Times depend on the machine, so compare them only within a table. What is
 compared is measured in turns, except for training by method, and a ratio is the median of the ratios within each turn.
-Each result is one run on one shared machine: differences of a few percent are noise.
+Each result is one run on one shared machine: differences of a few percent are noise. What does not depend on the
+machine, the operations and bytes of building a kernel, is guarded by a test: `python -m benchmarks counts` shows it.
 
 The peer is [orthogonium](https://pypi.org/project/orthogonium/) 0.0.4, by the authors of *An Adaptive Orthogonal
 Convolution Scheme for Efficient and Flexible CNN Architectures* ("the paper"). [Methods](methods.md) explains AOC,
@@ -47,14 +47,9 @@ def write(folder: Path, page: Path) -> None:
     """
     found = results.read(folder)
     text = render(found)
-    for name in drawn(found):
+    for name in found:
         question(name).draw(found[name]["data"]).save(page.parent / "figures" / f"{name}.svg")
     page.write_text(text)
-
-
-def drawn(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the results that have a figure."""
-    return [name for name in found if hasattr(question(name), "draw")]
 
 
 def render(found: dict[str, dict[str, Any]]) -> str:
@@ -77,9 +72,8 @@ def render(found: dict[str, dict[str, Any]]) -> str:
 def _section(name: str, result: dict[str, Any]) -> str:
     module = question(name)
     parts = [(module.__doc__ or "").strip()]
-    if hasattr(module, "draw"):  # what is not drawn is for developers, who read its table on a terminal
-        parts.append(f"![{QUESTIONS[name]}](figures/{name}.svg)")
-        parts += [part if isinstance(part, str) else part.markdown() for part in module.describe(result["data"])]
+    parts.append(f"![{QUESTIONS[name]}](figures/{name}.svg)")
+    parts += [part if isinstance(part, str) else part.markdown() for part in module.describe(result["data"])]
     # Written by hand for the committed results; tests/benchmarks/test_page.py checks each claim against them.
     if hasattr(module, "PEER") and not result["quick"]:
         parts.append(f"**Where the peer is better.** {module.PEER}")
