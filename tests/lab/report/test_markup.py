@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from tests.lab.report.documents import Document
 from trysquare.lab.report import markup
-from trysquare.lab.report.charts import LARGEST, Axis, Chart, Frame, Rows, apart, ticks
-from trysquare.lab.report.markup import Markup, escape, join, tag
+from trysquare.lab.report.markup import LARGEST, Axis, Chart, Frame, Markup, Rows, apart, escape, join, tag, ticks
 
 
 @pytest.mark.parametrize("hostile", ["<script>x</script>", '"><img src=x onerror=y>', "' & </style>", "&lt;"])

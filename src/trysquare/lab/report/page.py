@@ -35,7 +35,7 @@ from trysquare.lab.report.markup import (
     table,
     tag,
 )
-from trysquare.lab.report.reading import COMMANDS, Results, read_recipe, read_results
+from trysquare.lab.report.reading import COMMANDS, Results, read_results, recipe_sections
 from trysquare.verify.attacks import CertificateError
 from trysquare.verify.auditing import AuditReport
 from trysquare.verify.certification import Certificate, radius_text
@@ -226,13 +226,13 @@ def facts(run: Results) -> Markup:
         ("Evaluation error", scientific(certificate.evaluation_error), measured),
         ("Median radius", radius(float(certificate.radii.median())), "of all images, wrong ones at 0"),
         ("Parameters", count(run.parameters), " × ".join(map(str, certificate.input_shape)) + " inputs"),
-        *_training(run),
+        *_duration(run),
     ]
     pairs = [tag("div", tag("dt", name), tag("dd", value, tag("small", note))) for name, value, note in entries]
     return tag("dl", pairs, class_="facts")
 
 
-def _training(run: Results) -> list[tuple[str, str, str]]:
+def _duration(run: Results) -> list[tuple[str, str, str]]:
     """How long it took, if that was recorded."""
     if not run.metrics or "seconds" not in run.metrics[-1].values:
         return []
@@ -549,7 +549,7 @@ def recipe_images(run: Path, root: str | None = None) -> tuple[Images | None, st
     Raises:
         ValueError: if the run has no recipe, or a damaged one.
     """
-    _, sections = read_recipe(run)
+    _, sections = recipe_sections(run)
     data = sections.get("data")
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         return None, "The recipe does not name a data set."

@@ -90,7 +90,7 @@ def read_results(path: Path) -> Results:
     """
     if not path.is_dir():
         raise ValueError(f"{path}: expected the directory of a run, found none")
-    recipe, sections = read_recipe(path)
+    recipe, sections = recipe_sections(path)
     return Results(
         path,
         recipe,
@@ -105,7 +105,7 @@ def read_results(path: Path) -> Results:
     )
 
 
-def read_recipe(path: Path) -> tuple[str, Mapping[str, object]]:
+def recipe_sections(path: Path) -> tuple[str, Mapping[str, object]]:
     """Return text and sections of the recipe of a run.
 
     Raises:
