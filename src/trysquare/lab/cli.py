@@ -211,7 +211,7 @@ def _train(options: argparse.Namespace, overrides: Mapping[str, object]) -> None
         raise ValueError("--resume takes recipe and directory from the run: leave out RECIPE and --out")
     else:
         run = training.resume(options.resume, overrides)
-    if training.leads():
+    if training.is_main_process():
         print(run.path)
 
 

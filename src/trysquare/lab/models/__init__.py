@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trysquare.lab.models.classifier import Classifier
+from trysquare.lab.models.classifier import Builder, Classifier
 from trysquare.lab.models.counting import count_parameters
 from trysquare.lab.models.depthwise import cifar10_accurate, imagenet
 from trysquare.lab.models.liresnet import liresnet_aoc
-from trysquare.lab.models.registry import Builder
 from trysquare.lab.models.resnet import resnet34
 from trysquare.lab.models.stacks import bcop_small, cifar10_robust, tiny
 from trysquare.naming import pick, shown

@@ -35,7 +35,7 @@ class World:
     size: int = 1
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this process is the one that writes and talks."""
         return self.rank == 0
 
@@ -58,7 +58,7 @@ class World:
         return DistributedDataParallel(model) if dist.is_initialized() else model
 
 
-def leads() -> bool:
+def is_main_process() -> bool:
     """Whether this process is the first of those that torchrun has started, or the only one."""
     return int(os.environ.get("RANK", 0)) == 0
 
@@ -78,7 +78,7 @@ def first_to_fail() -> bool:
         store = connect(address, port, timeout=timedelta(seconds=5), wait_for_workers=False)
         return bool(store.add("trysquare/failures", 1) == 1)
     except (KeyError, ValueError, RuntimeError):  # nobody to ask
-        return leads()
+        return is_main_process()
 
 
 def chosen_device(name: str) -> torch.device:

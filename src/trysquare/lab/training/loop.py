@@ -65,7 +65,7 @@ def train(recipe: Recipe, out: str | os.PathLike[str] | None = None, *, quiet: b
     """
     with joined(recipe.train.device) as world:
         training = Training(recipe, world)
-        with starting(recipe, out) if world.leads else nullcontext() as own:
+        with starting(recipe, out) if world.is_main else nullcontext() as own:
             run = world.shared(own)
             assert run is not None  # what the first process has made
             return training.run_to_the_end(run, quiet)
@@ -87,11 +87,11 @@ def resume(path: str | os.PathLike[str], overrides: Mapping[str, object] | None 
         if key not in _MAY_CHANGE:
             raise ValueError(f"{key} cannot change while a run is resumed; what can: {', '.join(_MAY_CHANGE)}")
     run = load_run(path, overrides)
-    with joined(run.recipe.train.device) as world, run.locked() if world.leads else nullcontext():
+    with joined(run.recipe.train.device) as world, run.locked() if world.is_main else nullcontext():
         state = run.read_state()  # before the model of the recipe is made, which may be a stranger's too
         training = Training(run.recipe, world)
         training.restore(state, run)
-        if world.leads:
+        if world.is_main:
             run.write("recipe.yaml", run.recipe.to_yaml())
         return training.run_to_the_end(run, quiet)
 
@@ -169,7 +169,7 @@ class Training:
     def __init__(self, recipe: Recipe, world: World) -> None:
         self.recipe, self.world, self.progress = recipe, world, _Progress()
         settings, images, test_images = recipe.train, load_images(recipe, "train"), load_images(recipe, "test")
-        if world.leads:
+        if world.is_main:
             for split in (images, test_images):
                 check_images(split)
         classes, self.input_shape = len(images.classes), tuple(images[0][0].shape)
@@ -227,7 +227,10 @@ class Training:
     def run_to_the_end(self, run: Run, quiet: bool = False) -> Run:
         """Train what is left, epoch by epoch, and write into the directory of the run."""
         self.run, progress, epochs = run, self.progress, self.recipe.train.epochs
-        epsilons, stream = sorted(self.recipe.evaluate.epsilons), sys.stderr if self.world.leads and not quiet else None
+        epsilons, stream = (
+            sorted(self.recipe.evaluate.epsilons),
+            sys.stderr if self.world.is_main and not quiet else None,
+        )
         self.display = Display(epochs, self.steps, progress.step, epsilons[len(epsilons) // 2], stream)
         self.display.say(f"run directory: {run.path}")
         self.model.train()
@@ -314,7 +317,7 @@ class Training:
         began = time.monotonic()
         with self.stepper.evaluation_weights():
             found: Evaluation = self.evaluate()
-            if self.world.leads:
+            if self.world.is_main:
                 self.run.save_model(self.model, self.arguments)
         self.progress.seconds += time.monotonic() - began
         self.display.evaluated(self.progress.epoch, found)
@@ -326,12 +329,12 @@ class Training:
         progress = self.progress
         record = {"kind": kind, "epoch": progress.epoch + 1, "step": progress.step, **numbers}
         record |= {"seconds": round(progress.seconds, 3), "lr": self.stepper.learning_rate}
-        if self.world.leads:
+        if self.world.is_main:
             progress.metrics_size = self.run.append_metrics(record)
 
     def save(self) -> None:
         """Write a checkpoint, from which ``restore`` goes on."""
-        if not self.world.leads:
+        if not self.world.is_main:
             return
         if not all(bool(parameter.isfinite().all()) for parameter in self.parameters):
             raise FloatingPointError(f"weights are not finite after step {self.progress.step}; {self._kept()}")
@@ -369,7 +372,7 @@ class Training:
             raise ValueError(f"{path} does not fit the recipe: {error}") from error
         if epochs < (begun := self.progress.epoch + (self.progress.batch > 0)):
             raise ValueError(f"train.epochs={epochs}, but the run is in epoch {begun} already: give at least {begun}")
-        if self.world.leads:
+        if self.world.is_main:
             run.cut_metrics(self.progress.metrics_size)
             for left_over in run.path.glob("*.tmp"):
                 if not left_over.is_dir():
