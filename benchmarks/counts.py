@@ -53,7 +53,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this question."""
     parser.add_argument("--record", action="store_true", help="make these numbers the limit of the tests")
 
 
@@ -84,7 +83,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def describe(data: dict[str, Any]) -> list[Part]:
-    """Return one table."""
     kinds = {"flops": "FLOPs", "calls": "aten calls", "saved": "saved bytes", "written": "written bytes"}
     rows = [[name, *(f"{row[kind]:,}" for kind in kinds)] for name, row in data.items()]
     return [Table(["layer", *kinds.values()], rows)]

@@ -36,7 +36,6 @@ WAYS = {"kept": math.inf, "not kept": 0}
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return samples and counts."""
     square, kept = (SQUARE[:3], KEPT[:2]) if arguments.quick else (SQUARE, KEPT)
     return {
         "square": [_square(*shape) for shape in square],
@@ -118,7 +117,6 @@ def describe(data: dict[str, Any]) -> list[Part]:
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """Draw the times of square kernels."""
     series: dict[str, dict[str, float]] = {}
     for entry in data["square"]:
         for name, row in entry["rows"].items():

@@ -74,13 +74,12 @@ def methods() -> dict[str, Make]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this question."""
     parser.add_argument("--data", help="folder of CIFAR-10; the digits of the package without it")
     parser.add_argument("--budget", type=float, help="seconds of training with each method; 600 (--quick: 3)")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return costs at stride 1 and 2, and the end of each training run."""
+    """Return the cost of each layer, and the end of each training run."""
     chosen = {name: methods()[name] for name in peers.that_run(methods())}
     task = Task(arguments.data, batch=128, test_images=200 if arguments.quick else None)
     task.test()  # a folder without images is an error now
@@ -124,7 +123,6 @@ def _trained(name: str, make: Make, task: Task, budget: float) -> dict[str, Any]
 
 
 def describe(data: dict[str, Any]) -> list[Part]:
-    """Return one table of cost and accuracy."""
     accuracy, seconds, saved = data["accuracy"], data["costs"][0]["seconds"], data["costs"][0]["saved"]
     rows = []
     for name, row in accuracy["rows"].items():
@@ -155,7 +153,6 @@ def describe(data: dict[str, Any]) -> list[Part]:
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """Draw accuracy, and the cost of a training step."""
     rows = {name: row for name, row in data["accuracy"]["rows"].items() if "error" not in row}
     shares = {
         "accuracy": {name: 100 * row["accuracy"] for name, row in rows.items()},

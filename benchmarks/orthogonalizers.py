@@ -42,7 +42,6 @@ def ways(shape: tuple[int, ...]) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return samples of times, and errors."""
     return {
         "times": [_times(shape) for shape in (SHAPES[:3] if arguments.quick else SHAPES)],
         "errors": {name: errors(way) for name, way in ways((1, SIZE, SIZE)).items()},
@@ -82,7 +81,6 @@ def _error(way: Callable[[Tensor], Tensor], matrix: Tensor) -> float | str:
 
 
 def describe(data: dict[str, Any]) -> list[Part]:
-    """Return one table of time and precision."""
     shown = [CONDITIONS.index(10.0**power) for power in (0, 2, 4, 8)]
     rows = []
     for name, found in data["errors"].items():
@@ -93,7 +91,6 @@ def describe(data: dict[str, Any]) -> list[Part]:
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """Draw the precision."""
     series = {
         name: {c: max(e, 1e-8) for c, e in zip(CONDITIONS, row, strict=True) if not isinstance(e, str)}
         for name, row in data["errors"].items()

@@ -71,7 +71,6 @@ MEASURED = {"step": "train", "evaluation": "eval", "peak memory": "memory_train"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this question."""
     parser.add_argument("--rounds", type=int, help="samples of each time; 5 (--quick: 2)")
 
 
@@ -207,7 +206,6 @@ def _shares(data: dict[str, Any]) -> list[Part]:
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """Draw ratios of training steps."""
     return Figure(Plot(ratios(data, "step"), "training step, times nn.Conv2d", log="x", reference=1))
 
 

@@ -34,7 +34,6 @@ BCOP, SOC, Cayley and the others; [speed](speed.md) is a summary."""
 
 
 def question(name: str) -> ModuleType:
-    """Return the module of a question."""
     return import_module(f"benchmarks.{name}")
 
 

@@ -41,7 +41,6 @@ certified accuracy; with its default, which is slow for the large matrices of de
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this question."""
     parser.add_argument("--data", help="folder of CIFAR-10; without it the recipe for digits")
     parser.add_argument("--budget", type=float, help="seconds of training with each library; 1800 (--quick: 15)")
 
@@ -99,7 +98,6 @@ class _Run:
                 self.evaluated.append((self.seconds, certificate(copy.deepcopy(self.model).eval(), task)))
 
     def row(self) -> dict[str, Any]:
-        """For the results."""
         if self.error:
             return {"error": self.error}
         parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
@@ -108,7 +106,6 @@ class _Run:
 
 
 def describe(data: dict[str, Any]) -> list[Part]:
-    """Return a table of the end of each run."""
     rows = [
         [
             library,
@@ -125,7 +122,6 @@ def describe(data: dict[str, Any]) -> list[Part]:
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """Draw accuracy and certified accuracy by the time spent."""
     works = {library: row for library, row in data["rows"].items() if "error" not in row}
     clean, certified = {}, {}
     for library, row in works.items():

@@ -21,7 +21,6 @@ class Table:
     title: str = ""
 
     def text(self) -> str:
-        """Return it aligned for a terminal."""
         widths = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
         lines = [
             "  ".join(
@@ -32,7 +31,6 @@ class Table:
         return "\n".join([*([self.title] if self.title else []), *lines])
 
     def markdown(self) -> str:
-        """Return it for the page."""
         rule = ["---", *["---:"] * (len(self.columns) - 1)]
         lines = ["| " + " | ".join(cells) + " |" for cells in (self.columns, rule, *self.rows)]
         return "\n".join([*([f"**{self.title}**", ""] if self.title else []), *lines])
@@ -60,7 +58,6 @@ class Plot:
     reference: float | None = None
 
     def draw(self, axes: Any) -> None:
-        """Draw into matplotlib's axes."""
         names = list(dict.fromkeys(name for points in self.series.values() for name in points))
         for (label, points), marker in zip(self.series.items(), "osD^vPX*<>h8", strict=False):
             if self.y:
@@ -122,7 +119,6 @@ def milliseconds(seconds: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """Show a ratio."""
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x"
 
 

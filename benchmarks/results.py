@@ -47,7 +47,6 @@ def record(command: str, line: list[str], quick: bool, missing: list[str], data:
 
 
 def memory_gigabytes() -> float:
-    """Return how much memory the machine has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
 
 

@@ -50,7 +50,6 @@ NOISE = 0.02
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this question."""
     parser.add_argument("--rounds", type=int, help="samples of each time; 9 (--quick: 2)")
 
 
@@ -81,7 +80,6 @@ def _builds(made: list[nn.Module]) -> Callable[[], None]:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return samples of building kernels, and of training steps."""
     values, steps = (QUICK, QUICK_STEPS) if arguments.quick else (FULL, STEPS)
     rounds = arguments.rounds or (2 if arguments.quick else 9)
     return {
@@ -139,7 +137,6 @@ def describe(data: dict[str, Any]) -> list[Part]:
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """Draw the four sweeps and the two overheads."""
     plots = [Plot(_medians(entries), kind, "kernel, ms", "xy") for kind, entries in data["kernels"].items()]
     label = {"AOC": "trysquare", "orthogonium AOC": "orthogonium"}
     for kind, entries in data["overhead"].items():

@@ -38,12 +38,10 @@ class Task:
 
     @property
     def name(self) -> str:
-        """Return the name of the data set."""
         return "cifar10" if self.folder else "digits"
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Return the shape of an image."""
         return ts.data.DATASETS[self.name].shape
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -56,7 +54,6 @@ class Task:
             epoch += 1
 
     def test(self) -> tuple[Tensor, Tensor]:
-        """Return test images and labels."""
         images = ts.data.load(self.name, self.folder, "test")
         rows = torch.arange(min(len(images), self.test_images or len(images)))
         return images.stack(rows).float() / images.white, images.labels[rows]

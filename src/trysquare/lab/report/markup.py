@@ -26,7 +26,7 @@ class Markup(str):
 
 
 def escape(value: object) -> Markup:
-    """Any value as text of a page.
+    """Return any value as text of a page.
 
     >>> escape("<b> & 'c'")
     '&lt;b&gt; &amp; &#x27;c&#x27;'
@@ -37,7 +37,7 @@ def escape(value: object) -> Markup:
 
 
 def join(*parts: object) -> Markup:
-    """Parts one after another; lists and generators of parts too, and ``None`` is nothing."""
+    """Join parts, and lists and generators of parts; ``None`` is left out."""
     return Markup("".join(_flat(part) for part in parts))
 
 
@@ -48,7 +48,7 @@ def _flat(part: object) -> str:
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Markup:
-    """An element.
+    """Return an element.
 
     Args:
         name: such as ``"td"``; a constant of the program, like the names of the attributes.
@@ -67,18 +67,18 @@ def tag(name: str, /, *children: object, **attributes: object) -> Markup:
 
 
 def section(key: str, title: str, *content: object) -> Markup:
-    """A part with a heading that can be linked to."""
+    """Return a section whose heading can be linked to."""
     heading = tag("h2", title, id=f"{key}-heading")
     return tag("section", heading, *content, id=key, aria_labelledby=f"{key}-heading")
 
 
 def absent(what: str, command: str) -> Markup:
-    """That something is not there, and the command that makes it."""
+    """Say that something is missing, and which command makes it."""
     return tag("p", what, " Make it with ", tag("code", command), " and write the report again.", class_="absent")
 
 
 def table(caption: str, header: Sequence[str], rows: Sequence[Sequence[object]], class_: str = "") -> Markup:
-    """A table that scrolls by itself where it is too wide; the first cell of a row is its header."""
+    """Return a table that scrolls where it is too wide; the first cell of a row is its header."""
     head = tag("tr", [tag("th", name, scope="col") for name in header])
     body = [tag("tr", tag("th", row[0], scope="row"), [tag("td", cell) for cell in row[1:]]) for row in rows]
     inner = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", body), class_=class_ or None)
@@ -86,7 +86,7 @@ def table(caption: str, header: Sequence[str], rows: Sequence[Sequence[object]],
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> Markup:
-    """What the marks of a chart are: a class of the style sheet, and its meaning."""
+    """Return a legend: for each mark its class of the style sheet, and its meaning."""
     items = [tag("li", tag("span", class_=f"key {class_}", aria_hidden="true"), text) for class_, text in entries]
     return tag("ul", items, class_="legend")
 
@@ -192,7 +192,7 @@ _LETTER = 7.0
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers in a range: multiples of 1, 2 or 5 times a power of ten, at most ``most`` of them.
+    """Return round numbers in a range: multiples of 1, 2 or 5 times a power of ten, at most ``most`` of them.
 
     >>> ticks(0.0, 1.0, 6), ticks(0.13, 0.29, 5)
     ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [0.15, 0.2, 0.25])
@@ -233,7 +233,7 @@ class Axis:
         write: Callable[[float], str] = "{:g}".format,
         limits: tuple[float, float] = (-LARGEST, LARGEST),
     ) -> Axis:
-        """An axis that holds all values with some room, within limits."""
+        """Return an axis that has room for all values, within limits."""
         finite = [value for value in values if abs(value) <= LARGEST] or [0.0]
         low, high = min(finite), max(finite)
         size = max(abs(low), abs(high))
@@ -272,26 +272,26 @@ class Chart:
         self.parts: list[Markup] = []
 
     def across(self, value: float) -> float:
-        """Pixels from the left."""
+        """Return the distance of a value from the left, in pixels."""
         start, end = self.frame.left, self.frame.width - self.frame.right
         return start + _share(value, self.x) * (end - start)
 
     def down(self, value: float) -> float:
-        """Pixels from the top."""
+        """Return the distance of a value from the top, in pixels."""
         start, end = self.frame.height - self.frame.bottom, self.frame.top
         return start + _share(value, self.y) * (end - start)
 
     def add(self, name: str, /, *children: object, **attributes: object) -> None:
-        """An SVG element; numbers are rounded to a tenth of a pixel."""
+        """Add an SVG element; numbers are rounded to a tenth of a pixel."""
         rounded = {key: _pixel(value) if isinstance(value, float) else value for key, value in attributes.items()}
         self.parts.append(tag(name, *children, **rounded))
 
     def line(self, points: Iterable[Point], class_: str) -> None:
-        """A line through points."""
+        """Draw a line through points."""
         self.add("path", d=self._path(points), class_=f"line {class_}")
 
     def area(self, points: Sequence[Point], class_: str) -> None:
-        """What is between a line and the bottom."""
+        """Fill the area between a line and the bottom."""
         closed = [(points[0][0], self.y.low), *points, (points[-1][0], self.y.low)]
         self.add("path", d=self._path(closed) + "Z", class_=f"area {class_}")
 
@@ -299,21 +299,21 @@ class Chart:
         return "M" + "L".join(f"{_pixel(self.across(x))} {_pixel(self.down(y))}" for x, y in points)
 
     def dots(self, places: Iterable[Point], class_: str) -> None:
-        """Small points at pixels, as one element: there may be thousands."""
+        """Draw small points at pixels, all in one element: there may be thousands."""
         self.add("path", d="".join(f"M{_pixel(x)} {_pixel(y)}h0" for x, y in places), class_=f"dots {class_}")
 
     def marker(self, point: Point, class_: str, hint: str) -> None:
-        """A point that says what it is when pointed at."""
+        """Draw a point that says what it is when pointed at."""
         x, y = self.across(point[0]), self.down(point[1])
         self.add("circle", tag("title", hint), cx=x, cy=y, r=4.5, class_=f"marker {class_}")
 
     def diamond(self, point: Point, class_: str, hint: str) -> None:
-        """Another kind of point, told apart without its colour."""
+        """Draw another kind of point, which can be told apart without its colour."""
         x, y = _pixel(self.across(point[0])), _pixel(self.down(point[1]))
         self.add("path", tag("title", hint), d=f"M{x} {y}m0 -6l6 6l-6 6l-6 -6Z", class_=f"marker {class_}")
 
     def rule(self, class_: str, *, x: float | None = None, y: float | None = None) -> None:
-        """A straight line through the whole plot."""
+        """Draw a straight line through the whole plot."""
         left, right, top, bottom = self._edges()
         if x is not None:
             left = right = self.across(x)
@@ -322,7 +322,7 @@ class Chart:
         self.add("line", x1=left, x2=right, y1=top, y2=bottom, class_=class_)
 
     def text(self, x: float, y: float, content: str, class_: str = "", anchor: str = "start") -> None:
-        """Text at pixels."""
+        """Write text at pixels."""
         self.add("text", content, x=x, y=y, class_=class_ or None, text_anchor=anchor)
 
     def _edges(self) -> tuple[float, float, float, float]:
@@ -330,7 +330,7 @@ class Chart:
         return frame.left, frame.width - frame.right, frame.top, frame.height - frame.bottom
 
     def draw_x(self, class_: str = "grid") -> None:
-        """Ticks, lines through them and the label of the horizontal axis."""
+        """Draw ticks, lines through them and the label of the horizontal axis."""
         left, right, _, bottom = self._edges()
         for value in ticks(self.x.low, self.x.high, max(2, int((right - left) // 64))):
             self.rule(class_, x=value)
@@ -338,7 +338,7 @@ class Chart:
         self.text(right, bottom + 37, self.x.label, "label", "end")
 
     def draw_y(self) -> None:
-        """Ticks, lines through them and, above, the label of the vertical axis."""
+        """Draw ticks, lines through them and, above, the label of the vertical axis."""
         left, _, top, bottom = self._edges()
         for value in ticks(self.y.low, self.y.high, max(2, int((bottom - top) // 30))):
             self.rule("grid", y=value)
@@ -346,7 +346,7 @@ class Chart:
         self.text(0.0, 12.0, self.y.label, "label")
 
     def rendered(self, class_: str = "") -> Markup:
-        """The picture."""
+        """Return the picture."""
         frame, ids = self.frame, (f"{self.key}-title", f"{self.key}-text")
         return tag(
             "svg",
@@ -393,19 +393,19 @@ class Rows(Chart):
             self.text(width, self.down(row + 0.5) + 4, remark, "tick", "end")
 
     def bar(self, row: int, start: float, end: float, class_: str, thickness: float) -> None:
-        """From one value to another, in a row."""
+        """Draw a bar from one value to another, in a row."""
         x, wide = self.across(start), self.across(end) - self.across(start)
         y = self.down(row + 0.5) - thickness / 2
         self.add("rect", x=x, y=y, width=max(wide, 0.8), height=thickness, class_=class_)
 
     def stroke(self, row: int, value: float, class_: str, height: float) -> None:
-        """An upright stroke at a value, in a row."""
+        """Draw an upright stroke at a value, in a row."""
         x, y = self.across(value), self.down(row + 0.5)
         self.add("line", x1=x, x2=x, y1=y - height / 2, y2=y + height / 2, class_=class_)
 
 
 def _share(value: float, axis: Axis) -> float:
-    """How far along the axis; what is outside is drawn at its end."""
+    """Return how far along the axis a value is; what is outside is drawn at its end."""
     return min(1.0, max(0.0, (value - axis.low) / (axis.high - axis.low)))
 
 
@@ -414,7 +414,7 @@ def _pixel(value: float) -> str:
 
 
 def apart(places: Sequence[float], distance: float, lowest: float, highest: float) -> list[float]:
-    """Places moved as little as a sweep down and one up need, so that labels there do not overlap.
+    """Move places apart by one sweep down and one up, so that labels there do not overlap.
 
     >>> apart([10.0, 12.0, 40.0], 14.0, 0.0, 100.0)
     [10.0, 24.0, 40.0]

@@ -81,7 +81,7 @@ def write_report(
 
 
 def page(run: Results, images: Images | None, why_no_images: str) -> Markup:
-    """The whole page."""
+    """Return the whole page."""
     title = f"{run.path.resolve().name}: robustness report"
     head = tag(
         "head",
@@ -138,7 +138,7 @@ def _style() -> Markup:
 
 
 def warnings(run: Results) -> list[Markup]:
-    """What speaks against the certificate, at the top of the page."""
+    """Return the reasons to doubt the certificate, which stand at the top of the page."""
     found: list[tuple[object, ...]] = [
         (
             tag("strong", f"The {name} is of other weights"),
@@ -158,7 +158,7 @@ def warnings(run: Results) -> list[Markup]:
 
 
 def _disproof(run: Results) -> CertificateError | None:
-    """What the attack has shown to be wrong."""
+    """Return the error by which the attack disproves the certificate, if it does."""
     try:
         if run.attack is not None:
             run.attack.check()
@@ -168,7 +168,7 @@ def _disproof(run: Results) -> CertificateError | None:
 
 
 def _same_certificate(run: Results) -> bool:
-    """Whether the attack was made for the certificate; not known, so granted, if it was on fewer samples."""
+    """Return whether the attack is of this certificate; on fewer samples that is not known, so granted."""
     attack, certificate = run.attack, run.certificate
     if attack is None or attack.samples != len(certificate.radii):
         return True
@@ -233,7 +233,7 @@ def facts(run: Results) -> Markup:
 
 
 def _duration(run: Results) -> list[tuple[str, str, str]]:
-    """How long it took, if that was recorded."""
+    """Return how long training took, if that was recorded."""
     if not run.metrics or "seconds" not in run.metrics[-1].values:
         return []
     last = run.metrics[-1]
@@ -497,7 +497,7 @@ _COLOURS = {1: 0, 3: 2}  # channels to the colour type of PNG
 
 
 def png(image: Tensor) -> bytes:
-    r"""An image as a PNG file.
+    r"""Return an image as a PNG file.
 
     Args:
         image: uint8 ``(c, h, w)`` with 1 or 3 channels.
@@ -518,13 +518,13 @@ def _chunk(kind: bytes, content: bytes) -> bytes:
 
 
 def data_uri(image: Tensor, white: int) -> str:
-    """A picture as an address that holds it; ``white`` is the brightest level, 255 in the picture."""
+    """Return a picture as a data URI; ``white`` is the brightest level, which becomes 255."""
     levels = (image.double() * (255 / white)).round().clamp(0, 255).to(torch.uint8)
     return "data:image/png;base64," + base64.b64encode(png(levels)).decode()
 
 
 def reason_not_to_show(images: Images, certificate: Certificate) -> str | None:
-    """Why the images are not those of the certificate, or cannot be shown; ``None`` if they can.
+    """Return why the images are not those of the certificate, or cannot be shown; ``None`` if they can.
 
     The certificate may be of the first of the images.
     """
@@ -540,7 +540,7 @@ def reason_not_to_show(images: Images, certificate: Certificate) -> str | None:
 
 
 def recipe_images(run: Path, root: str | None = None) -> tuple[Images | None, str]:
-    """The test images of the data set that the recipe of a run names; or none, and why.
+    """Return the test images of the data set that the recipe of a run names; or none, and why.
 
     Args:
         run: directory of the run.

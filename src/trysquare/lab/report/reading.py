@@ -1,4 +1,4 @@
-"""What is in a run directory. A damaged file is named, with what was expected of it."""
+"""Read the directory of a run. Errors name the damaged file, and say what was expected of it."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ class Results:
     outdated: tuple[str, ...]
 
     def command(self, name: str) -> str:
-        """What to type to have this done to the run."""
+        """Return the command that does this to the run."""
         return f"trysquare {name} {shlex.quote(str(self.path))}"
 
     def setting(self, section: str, key: str) -> Any:
-        """A value of the recipe; ``None`` if it is not there."""
+        """Return a value of the recipe; ``None`` if it is not there."""
         part = self.sections.get(section)
         return part.get(key) if isinstance(part, dict) else None
 
@@ -121,7 +121,7 @@ def recipe_sections(path: Path) -> tuple[str, Mapping[str, object]]:
 
 
 def _outdated(path: Path) -> tuple[str, ...]:
-    """Files that name the digest of another model; one without was not written by a command, and is believed."""
+    """Return the files that name the digest of another model; a file without a digest is believed."""
     digest = sha256(_model(path))
     files = {name: path / f"{name}.json" for name in COMMANDS}
     about = {name: json.loads(read_file(file)).get(DIGEST, digest) for name, file in files.items() if file.is_file()}
@@ -144,7 +144,7 @@ def _read(
 
 
 class _MissingError(ValueError):
-    """A file that is not there."""
+    """Raised for a file that is not there."""
 
 
 def _present(path: Path, maker: str) -> Path:

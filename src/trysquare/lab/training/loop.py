@@ -1,4 +1,4 @@
-"""The training loop: everything that a recipe names, built; then steps, evaluations and checkpoints to the end."""
+"""The training loop: build everything that a recipe names, then take steps, evaluate and write checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MAY_CHANGE = (
 
 
 class StoppedError(Exception):
-    """A run that was asked to stop, and has written a checkpoint."""
+    """Raised when a run was asked to stop; it has written a checkpoint."""
 
 
 def train(recipe: Recipe, out: str | os.PathLike[str] | None = None, *, quiet: bool = False) -> Run:
@@ -97,7 +97,7 @@ def resume(path: str | os.PathLike[str], overrides: Mapping[str, object] | None 
 
 
 def build_loss(recipe: Recipe, model: Classifier, input_shape: tuple[int, ...]) -> Loss:
-    """The loss; a radius becomes the margin that certifies it, by the Lipschitz constant of the model at the start."""
+    """Return the loss; a radius becomes the margin that certifies it, by the initial model's Lipschitz constant."""
     name, options = recipe.loss.name, dict(recipe.loss.options)
 
     def constant() -> float:
@@ -118,7 +118,7 @@ def build_loss(recipe: Recipe, model: Classifier, input_shape: tuple[int, ...]) 
 
 @dataclass
 class _Progress:
-    """Where a run is; all of it is in a checkpoint."""
+    """How far a run has come. A checkpoint holds all of it."""
 
     epoch: int = 0
     batch: int = 0
@@ -139,7 +139,7 @@ class _Progress:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured; certified accuracy by radius."""
+    """Results on the test images, with the certified accuracy by radius."""
 
     loss: float
     accuracy: float
@@ -147,7 +147,7 @@ class Evaluation:
 
 
 class Training:
-    """Everything that a run works with, and how far it is.
+    """A training run: everything it works with, and how far it has come.
 
     Data on disk is checked on the way, by the first process for all.
 
@@ -220,7 +220,7 @@ class Training:
             )
 
     def loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss, with the head's weight if it wants that."""
+        """Return the loss, which is given the weight of the head if it takes one."""
         options = {"head": self.model.head.weight} if takes_head(self.loss) else {}
         return self.loss(logits, labels, **options)
 
@@ -256,7 +256,7 @@ class Training:
         return run
 
     def step(self, images: Tensor, labels: Tensor, stop: bool) -> bool:
-        """One step of the optimizer; whether any process wants to stop after it."""
+        """Take one step of the optimizer, and return whether any process wants to stop after it."""
         progress, optimizer = self.progress, self.stepper.optimizer
         self.set_radius(progress.step)
         optimizer.zero_grad(set_to_none=True)
@@ -276,7 +276,7 @@ class Training:
         return stops > 0
 
     def set_radius(self, step: int) -> None:
-        """Give the loss the radius of this step, or its margin, on the way from ``train.radius_start``."""
+        """Give the loss its radius, or margin, for this step while it rises from ``train.radius_start``."""
         settings, final = self.recipe.train, self.recipe.loss.options.get("radius")
         if settings.radius_start is not None and final and self.margin_of_radius is not None:
             ramp = max(1, math.ceil(settings.radius_ramp * self.steps))
@@ -284,7 +284,7 @@ class Training:
             setattr(self.loss, MARGINS.get(self.recipe.loss.name, "radius"), self.margin_of_radius * radius / final)
 
     def show(self) -> None:
-        """Show where training is, if it is time."""
+        """Show progress, if it is time for another line."""
         if self.display.due():
             progress = self.progress
             loss, right, images, seconds = progress.sums
@@ -390,7 +390,7 @@ class Training:
 
 @contextmanager
 def _stop_requests() -> Iterator[threading.Event]:
-    """Set by SIGINT and SIGTERM, so that a step is never torn; a second signal acts at once."""
+    """Yield an event that SIGINT and SIGTERM set, so that a step is always finished; a second signal acts at once."""
     requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield requested
@@ -432,7 +432,7 @@ class Display:
         self.evaluation: Evaluation | None = None
 
     def due(self) -> bool:
-        """Whether it is time for another line."""
+        """Return whether it is time for another line."""
         wait = _REDRAW if self.terminal else _PLAIN
         return self.stream is not None and time.monotonic() - self.last >= wait
 
@@ -456,7 +456,7 @@ class Display:
         self._write(f"{line}  certified at {certified}", keep=True)
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Show a line, and keep it on the screen."""
         self._write(text, keep=True)
 
     def _write(self, text: str, keep: bool) -> None:
@@ -467,7 +467,7 @@ class Display:
 
 
 def _clock(seconds: float) -> str:
-    """``1:02:03``.
+    """Return seconds as hours, minutes and seconds.
 
     >>> from trysquare.lab.training.loop import _clock
     >>> _clock(62.5), _clock(3723)

@@ -35,7 +35,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Data:
-    """What is trained on.
+    """The data set, and how its images are prepared.
 
     Attributes:
         name: one of ``ts.data.DATASETS``.
@@ -62,7 +62,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Train:
-    """How training goes.
+    """The training loop.
 
     Attributes:
         epochs: passes over the data.
@@ -93,7 +93,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """How training is watched.
+    """Evaluation during training.
 
     Attributes:
         every: epochs between two evaluations on the test images.
@@ -132,11 +132,11 @@ class Recipe:
     evaluate: Evaluate
 
     def to_mapping(self) -> dict[str, Any]:
-        """As YAML has it: plain types only."""
+        """Return the recipe in plain types, as YAML has it."""
         return {part.name: _plain(getattr(self, part.name)) for part in fields(self)}
 
     def to_yaml(self) -> str:
-        """The text that ``read_recipe`` reads."""
+        """Return the text that ``read_recipe`` reads."""
         return str(yaml().safe_dump(self.to_mapping(), sort_keys=False))
 
 
@@ -151,7 +151,7 @@ def _plain(value: object) -> Any:
 
 
 class Option(NamedTuple):
-    """What an option of a registry entry may be, and what it is if nobody says."""
+    """The type and the default of an option."""
 
     hint: object
     default: object
@@ -169,7 +169,7 @@ _SCALE = float | Sequence[float] | None
 
 
 def _options(section: str, name: str) -> dict[str, Option]:
-    """Options of an entry of a registry: of its signature, and what a recipe may say besides."""
+    """Return the options of a model, loss or optimizer: those of its signature, and what a recipe may add."""
     if section == "model":
         builder = pick(MODELS, name, "model")
         hints = {**get_type_hints(builder.body), "mean": _SCALE, "std": _SCALE, "head": str}
@@ -193,7 +193,7 @@ _TEXTS = {"name": "unnamed", "summary": ""}
 
 
 def resolve(content: Mapping[str, object], overrides: Mapping[str, object] | None = None) -> Recipe:
-    """A recipe with every default filled in.
+    """Return a recipe with every default filled in.
 
     Args:
         content: sections, as YAML has them.
@@ -223,7 +223,7 @@ def resolve(content: Mapping[str, object], overrides: Mapping[str, object] | Non
 
 
 def wants_text(key: str) -> bool:
-    """Whether the value of a dotted key is text, or null, whatever the recipe names.
+    """Return whether the value of a dotted key is always text or null.
 
     >>> from trysquare.lab.training.recipe import wants_text
     >>> wants_text("data.root"), wants_text("model.name"), wants_text("train.epochs")
@@ -236,7 +236,7 @@ def wants_text(key: str) -> bool:
 
 
 def as_mapping(content: object, kind: str) -> dict[str, Any]:
-    """A copy of a mapping; ``None`` is an empty one.
+    """Return a copy of a mapping; ``None`` is an empty one.
 
     Raises:
         ValueError: if it is something else.
@@ -257,7 +257,7 @@ def _with_overrides(content: dict[str, Any], overrides: Mapping[str, object]) ->
 
 
 def _replaced(content: dict[str, Any], path: Sequence[str], value: object) -> dict[str, Any]:
-    """A copy with the value at this path."""
+    """Return a copy with the value at this path."""
     first, *rest = path
     return {**content, first: _replaced(as_mapping(content.get(first), first), rest, value) if rest else value}
 
@@ -279,7 +279,7 @@ def _component(section: str, content: dict[str, Any]) -> Component:
 
 
 def _check(recipe: Recipe) -> None:
-    """Refuse what no run can have."""
+    """Refuse values that no run can use."""
     if any(character in recipe.name for character in "/\\\0") or len(recipe.name.encode()) > _LONGEST_NAME:
         raise ValueError(
             f"name={shown(recipe.name)} becomes that of a folder in runs/: leave slashes out, and take at most "
@@ -351,7 +351,7 @@ _RANGES: dict[str, Range] = {
 
 
 def yaml() -> Any:
-    """PyYAML, if it is installed."""
+    """Return PyYAML, if it is installed."""
     try:
         import yaml as module  # type: ignore[import-untyped]
     except ImportError as error:
@@ -365,7 +365,7 @@ def _packaged() -> dict[str, Path]:
 
 
 def recipes() -> dict[str, str]:
-    """Recipes of the package: name and summary.
+    """Return the recipes of the package, with the summary of each.
 
     >>> print(ts.training.recipes()["digits"])
     the 8 x 8 digits of the package, on a processor in seconds
@@ -374,7 +374,7 @@ def recipes() -> dict[str, str]:
 
 
 def read_recipe(source: str | os.PathLike[str], overrides: Mapping[str, object] | None = None) -> Recipe:
-    """A recipe of the package by its name, or one from a YAML file.
+    """Read a recipe of the package by its name, or one from a YAML file.
 
     Raises:
         ValueError: if there is neither, the file is not YAML, or ``resolve`` refuses it.
@@ -406,7 +406,7 @@ _NOT_YAML = "it is not YAML"
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Return what YAML stands for, parsed once: checked as a graph of nodes, then made into values.
+    """Return the values in a YAML text, which is checked as a graph of nodes before they are made.
 
     Raises:
         ValueError: if it is not YAML in UTF-8, has a key twice (YAML would take the last), or stands for very many
@@ -439,7 +439,7 @@ def _size(node: object, known: dict[int, int]) -> int:
 
 
 def _repeated_key(node: object, above: str = "") -> str:
-    """Where a mapping of nodes below this one has a key twice; YAML would take the last. Empty if none has."""
+    """Return where a mapping has a key twice, of which YAML would take the last; empty if none has."""
     if not isinstance(node, yaml().MappingNode):
         return ""
     lines: dict[str, int] = {}
@@ -496,7 +496,7 @@ def _value(key: str, text: str) -> Any:
 # file stays: the options of what a recipe names, the nearest name, ranges, errors in one sentence. It would add four
 # packages, and 0.2 s to ``import trysquare``.
 def convert(value: object, hint: object, key: str) -> Any:
-    """A value as the type that the hint asks for.
+    """Convert a value to the type that the hint asks for.
 
     YAML reads ``1e-3`` and ``36/255`` as text; both are numbers where a number is wanted. A number is text where text
     is wanted, such as a folder ``2024``.
@@ -518,7 +518,7 @@ def convert(value: object, hint: object, key: str) -> Any:
 
 
 def _converted(value: object, hint: object) -> object:
-    """The value, or ``TypeError``."""
+    """Return the value, or raise ``TypeError``."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         for choice in arguments:
@@ -547,7 +547,7 @@ def _converted(value: object, hint: object) -> object:
 
 
 def quotient(text: str) -> float:
-    """A number, or a quotient of two such as ``36/255``; at once, however large it claims to be.
+    """Read a number, or a quotient of two such as ``36/255``, at once however large it claims to be.
 
     Raises:
         ValueError: if it is neither.
@@ -566,7 +566,7 @@ _WORDS: dict[object, str] = {
 
 
 def described(hint: object) -> str:
-    """The hint in words.
+    """Return the hint in words.
 
     >>> from trysquare.lab.training.recipe import described
     >>> described(Sequence[int] | None)

@@ -47,7 +47,7 @@ from trysquare.verify.certification import Certificate, certify
 
 
 def load_images(recipe: Recipe, split: str) -> Images:
-    """Images of the recipe's data set.
+    """Return the images of the recipe's data set.
 
     Raises:
         ValueError: if a file is missing or damaged; files of images in folders are only listed.
@@ -57,7 +57,7 @@ def load_images(recipe: Recipe, split: str) -> Images:
 
 @dataclass(frozen=True)
 class Run:
-    """A directory and the recipe in it.
+    """The directory of a run, with its recipe.
 
     Attributes:
         path: the directory.
@@ -68,7 +68,7 @@ class Run:
     recipe: Recipe
 
     def model(self) -> nn.Module:
-        """The trained model, in eval mode.
+        """Return the trained model, in eval mode.
 
         Raises:
             ValueError: if the run has not saved one, or the file is damaged or holds another one.
@@ -78,7 +78,7 @@ class Run:
         return load_model(self.path)
 
     def _require_own(self, path: Path, arguments: Mapping[str, object]) -> None:
-        """Refuse a file of another model than that of the recipe."""
+        """Refuse a file that holds another model than the recipe describes."""
         wanted = {"name": self.recipe.model.name, **self.recipe.model.options}
         others = {name: arguments.get(name) for name, value in wanted.items() if arguments.get(name) != value}
         if others:
@@ -86,7 +86,7 @@ class Run:
             raise ValueError(f"{path} is of another model: it has {shown(others)}, the recipe has {shown(described)}")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Everything that was measured, in order; a line that was cut short by a crash is left out.
+        """Return everything that was measured, in order, without a last line that a crash cut short.
 
         Raises:
             ValueError: if a line is not JSON; it names the file and the line.
@@ -98,7 +98,7 @@ class Run:
             raise ValueError(f"{path}: {error}") from error
 
     def batches(self, split: str = "test", samples: int | None = None) -> Loader:
-        """Images of the run's data, in batches and not augmented.
+        """Return the images of the run's data in batches, not augmented.
 
         Args:
             split: ``"train"`` or ``"test"``.
@@ -126,7 +126,7 @@ class Run:
         return path
 
     def place(self, name: str) -> Path:
-        """Where a file of the run is written to.
+        """Return the path to which a file of the run is written.
 
         Raises:
             ValueError: if it is a symbolic link, a pipe or a device.
@@ -135,7 +135,7 @@ class Run:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Context in which no other process trains into the directory; the lock ends with the process in any case.
+        """Keep other processes from training in the directory; the lock also ends with the process.
 
         Raises:
             ValueError: if another one does.
@@ -166,11 +166,11 @@ class Run:
         save_checkpoint(self.place(MODEL_FILES[0]), model, REGISTRY, arguments)
 
     def save_state(self, state: Mapping[str, object]) -> None:
-        """Write what resuming needs."""
+        """Write the checkpoint from which training can be resumed."""
         self.write("checkpoint.pt", packed(state))
 
     def read_state(self) -> dict[str, Any]:
-        """What ``save_state`` wrote, whose weights are those of the recipe's model.
+        """Read what ``save_state`` wrote, and check that its weights fit the recipe's model.
 
         Raises:
             ValueError: if there is none, it is damaged, or of another model.
@@ -192,7 +192,7 @@ class Run:
         return state
 
     def append_metrics(self, record: Mapping[str, object]) -> int:
-        """Add a line; the size of the file afterwards.
+        """Append a line, and return the size of the file afterwards.
 
         Raises:
             OSError: if it cannot be written; it names the file. What was written of the line is cut off at resume.
@@ -210,7 +210,7 @@ class Run:
             raise OSError(error.errno, reason) from error
 
     def cut_metrics(self, size: int) -> None:
-        """Drop what was written after a checkpoint; by a new file, as the old one may be another's by a hard link."""
+        """Drop what was written after a checkpoint, by writing a new file: the old one may have other hard links."""
         path = self.place("metrics.jsonl")
         if path.is_file() and path.stat().st_size > size:
             write_whole(path, read_file(path)[:size])
@@ -236,7 +236,7 @@ def read_metrics(content: bytes) -> list[dict[str, Any]]:
 
 @contextmanager
 def starting(recipe: Recipe, path: str | os.PathLike[str] | None = None) -> Iterator[Run]:
-    """Context of a new run in a directory of its own, in which no other process trains.
+    """Start a run in a directory of its own, and keep other processes from training there.
 
     Args:
         recipe: is written into it.
@@ -260,7 +260,7 @@ def starting(recipe: Recipe, path: str | os.PathLike[str] | None = None) -> Iter
 
 
 def load_run(path: str | os.PathLike[str], overrides: Mapping[str, object] | None = None) -> Run:
-    """A run from its directory.
+    """Return the run in a directory.
 
     Args:
         path: the directory.
@@ -276,7 +276,7 @@ def load_run(path: str | os.PathLike[str], overrides: Mapping[str, object] | Non
 
 
 def versions() -> dict[str, Any]:
-    """What the numbers of a run may depend on."""
+    """Return the versions and settings that the numbers of a run may depend on."""
     return {
         "trysquare": _version("trysquare"),
         "torch": torch.__version__,
@@ -354,7 +354,7 @@ def audit_run(run: Run, *, spectra: bool = False, show: Show[AuditReport] | None
 
 
 def export_run(run: Run, file_format: str = "torch") -> tuple[Path, float]:
-    """Write the model of a run as a file that needs nothing of ours.
+    """Write the model of a run as a file that can be used without this library.
 
     Returns:
         The file, and the largest difference of its outputs from those of the model.
@@ -374,7 +374,7 @@ def _examples(run: Run) -> Tensor:
 
 
 def _digest(run: Run, name: str) -> dict[str, str]:
-    """What tells the present model from later ones; asked for before it is read, so that a doubt is seen.
+    """Return the digest that tells the present model from later ones, taken before the model is read.
 
     Raises:
         ValueError: if the file of this name, which is to hold it, could not be written.
