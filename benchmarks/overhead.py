@@ -139,7 +139,7 @@ def _cases(data: dict[str, Any]) -> Iterator[tuple[Case, dict[str, Any]]]:
     """Yield each case with the rows of the variants that were measured."""
     for entry in (entry for entries in data.values() for entry in entries):
         works = {name: row for name, row in entry["rows"].items() if "error" not in row}
-        yield Case(entry["network"], entry["size"], entry["batch"]), works
+        yield Case(*(entry[key] for key in Case._fields)), works
 
 
 def samples(row: dict[str, Any], what: str) -> list[float]:
@@ -183,13 +183,14 @@ def describe(data: dict[str, Any]) -> list[Part]:
         ]
         if name != REFERENCE and any(cells):
             rows.append([name, *cells])
-    failed = {f"{name} ({Case(e['network'], e['size'], e['batch'])})": row
-              for entries in data.values() for e in entries for name, row in e["rows"].items()}  # fmt: skip
-    return [
-        Table([" / ".join(MEASURED), *cases], rows, f"{REFERENCE}, and the others as multiples of it"),
-        *_shares(data),
-        *failures(failed),
-    ]
+    failed: dict[tuple[str, str], list[str]] = {}
+    for entry in (entry for entries in data.values() for entry in entries):
+        for name, row in entry["rows"].items():
+            if "error" in row:
+                failed.setdefault((name, row["error"]), []).append(str(Case(*(entry[key] for key in Case._fields))))
+    reasons = {f"{name} ({'; '.join(where)})": {"error": error} for (name, error), where in failed.items()}
+    table = Table([" / ".join(MEASURED), *cases], rows, f"{REFERENCE}, and the others as multiples of it")
+    return [table, *_shares(data), *failures(reasons)]
 
 
 def _shares(data: dict[str, Any]) -> list[Part]:

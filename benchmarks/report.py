@@ -129,9 +129,5 @@ def megabytes(number: float) -> str:
 
 def failures(rows: Mapping[str, Any]) -> list[Part]:
     """Return a list of the rows that hold an error in place of numbers, if there are any."""
-    reasons: dict[str, list[str]] = {}
-    for name, row in rows.items():
-        if "error" in row:
-            reasons.setdefault(row["error"], []).append(name)
-    lines = [f"* {'; '.join(names)}: {reason}" for reason, names in reasons.items()]
+    lines = [f"* {name}: {row['error']}" for name, row in rows.items() if "error" in row]
     return ["\n".join(["Not measured:", "", *lines])] if lines else []

@@ -29,7 +29,7 @@ def test_what_fails_is_said_so_and_not_tried_with_a_larger_batch(monkeypatch):
     assert [batch for batch, variant in started if variant == "SOC"] == [2]
     table, failed = describe(data)
     assert [row[0] for row in table.rows] == ["Conv2d", "AOC"]
-    assert "SOC (resnet18, 4 x 4, batch 2); SOC (resnet18, 4 x 4, batch 4): not ready (batch 2)" in failed
+    assert "SOC (resnet18, 4 x 4, batch 2; resnet18, 4 x 4, batch 4): not ready (batch 2)" in failed
     assert "SOC" not in ratios(data, "evaluation")[str(CASE)]
 
 
