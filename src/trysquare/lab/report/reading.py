@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from trysquare.files import DIGEST, LARGEST_RECIPE, LARGEST_TEXT, read_file, sha256
 from trysquare.lab.checkpoint import MODEL_FILES, read_checkpoint
@@ -76,7 +76,7 @@ class Results:
         """Return the command that does this to the run."""
         return f"trysquare {name} {shlex.quote(str(self.path))}"
 
-    def setting(self, section: str, key: str) -> Any:
+    def setting(self, section: str, key: str) -> object:
         """Return a value of the recipe; ``None`` if it is not there."""
         part = self.sections.get(section)
         return part.get(key) if isinstance(part, dict) else None

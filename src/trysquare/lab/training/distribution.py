@@ -49,9 +49,9 @@ class World:
         """Return the value that process 0 has."""
         if not dist.is_initialized():
             return value
-        box: list[Any] = [value]
+        box: list[T] = [value]
         dist.broadcast_object_list(box)
-        return box[0]  # type: ignore[no-any-return]
+        return box[0]
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         """Return the model with gradients that are averaged over all processes."""

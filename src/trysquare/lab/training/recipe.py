@@ -131,7 +131,7 @@ class Recipe:
     train: Train
     evaluate: Evaluate
 
-    def to_mapping(self) -> dict[str, Any]:
+    def to_mapping(self) -> dict[str, object]:
         """Return the recipe in plain types, as YAML has it."""
         return {part.name: _plain(getattr(self, part.name)) for part in fields(self)}
 
@@ -140,9 +140,9 @@ class Recipe:
         return str(yaml().safe_dump(self.to_mapping(), sort_keys=False))
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Component):
-        return {"name": value.name, **_plain(value.options)}
+        return {"name": value.name, **{key: _plain(item) for key, item in value.options.items()}}
     if is_dataclass(value):
         return {part.name: _plain(getattr(value, part.name)) for part in fields(value)}
     if isinstance(value, Mapping):
@@ -235,7 +235,7 @@ def wants_text(key: str) -> bool:
     return get_type_hints(_SECTIONS[section]).get(name) in (str, str | None) if section in _SECTIONS else False
 
 
-def as_mapping(content: object, kind: str) -> dict[str, Any]:
+def as_mapping(content: object, kind: str) -> dict[str, object]:
     """Return a copy of a mapping; ``None`` is an empty one.
 
     Raises:
@@ -246,7 +246,7 @@ def as_mapping(content: object, kind: str) -> dict[str, Any]:
     return dict(content or {})
 
 
-def _with_overrides(content: dict[str, Any], overrides: Mapping[str, object]) -> dict[str, Any]:
+def _with_overrides(content: dict[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
     # Names first: they decide which options there are.
     for key, value in sorted(overrides.items(), key=lambda item: not item[0].endswith(".name")):
         section, _, rest = key.partition(".")
@@ -256,7 +256,7 @@ def _with_overrides(content: dict[str, Any], overrides: Mapping[str, object]) ->
     return content
 
 
-def _replaced(content: dict[str, Any], path: Sequence[str], value: object) -> dict[str, Any]:
+def _replaced(content: dict[str, object], path: Sequence[str], value: object) -> dict[str, object]:
     """Return a copy with the value at this path."""
     first, *rest = path
     return {**content, first: _replaced(as_mapping(content.get(first), first), rest, value) if rest else value}
@@ -269,7 +269,7 @@ def _section(kind: type[S], name: str, content: Mapping[str, object]) -> S:
     return kind(**{key: convert(value, hints[key], f"{name}.{key}") for key, value in content.items()})
 
 
-def _component(section: str, content: dict[str, Any]) -> Component:
+def _component(section: str, content: dict[str, object]) -> Component:
     name = convert(content.pop("name", _REGISTRIES[section]), str, f"{section}.name")
     options = _options(section, name)
     for key in content:
@@ -316,7 +316,7 @@ def _check_radius(recipe: Recipe) -> None:
     )
 
 
-Range = tuple[str, Callable[[Any], bool]]
+Range = tuple[str, Callable[[float], bool]]
 
 
 def _at_least(least: int, most: int = _LARGEST_COUNT) -> Range:
@@ -370,7 +370,7 @@ def recipes() -> dict[str, str]:
     >>> print(ts.training.recipes()["digits"])
     the 8 x 8 digits of the package, on a processor in seconds
     """
-    return {name: _read(path)["summary"] for name, path in _packaged().items()}
+    return {name: str(_read(path)["summary"]) for name, path in _packaged().items()}
 
 
 def read_recipe(source: str | os.PathLike[str], overrides: Mapping[str, object] | None = None) -> Recipe:
@@ -393,7 +393,7 @@ def read_recipe(source: str | os.PathLike[str], overrides: Mapping[str, object] 
         raise ValueError(f"{path.name}: {error}") from error
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, object]:
     try:
         return as_mapping(parse_yaml(read_file(path, LARGEST_RECIPE)), "its content")
     except ValueError as error:
@@ -405,7 +405,7 @@ _MOST_VALUES = 10_000
 _NOT_YAML = "it is not YAML"
 
 
-def parse_yaml(text: str | bytes) -> Any:
+def parse_yaml(text: str | bytes) -> object:
     """Return the values in a YAML text, which is checked as a graph of nodes before they are made.
 
     Raises:
@@ -453,7 +453,7 @@ def _repeated_key(node: object, above: str = "") -> str:
     return ""
 
 
-def split_overrides(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], dict[str, object]]:
     """Take overrides ``--section.key value`` out of the arguments of a command; values are read as YAML.
 
     Where a recipe wants text, such as ``data.root``, numbers and dates are left as they were typed.
@@ -480,7 +480,7 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]
     return left, overrides
 
 
-def _value(key: str, text: str) -> Any:
+def _value(key: str, text: str) -> object:
     try:
         value = parse_yaml(text)
     except ValueError as error:

@@ -275,7 +275,7 @@ def load_run(path: str | os.PathLike[str], overrides: Mapping[str, object] | Non
     return Run(folder, read_recipe(folder / "recipe.yaml", overrides))
 
 
-def versions() -> dict[str, Any]:
+def versions() -> dict[str, object]:
     """Return the versions and settings that the numbers of a run may depend on."""
     return {
         "trysquare": _version("trysquare"),

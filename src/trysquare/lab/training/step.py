@@ -72,7 +72,7 @@ class Gradients:
         torch.autograd.backward(weights, sums)
         return counts
 
-    def _synchronized(self, last: bool) -> AbstractContextManager[Any]:
+    def _synchronized(self, last: bool) -> AbstractContextManager[object]:
         """Let processes exchange gradients once, after the last part."""
         if isinstance(self.model, DistributedDataParallel) and not last:
             return self.model.no_sync()
