@@ -198,7 +198,8 @@ class Training:
 
         self.loss = build_loss(recipe, self.model, self.input_shape)
         self._require_loss_of(classes)
-        self.margin_of_radius = getattr(self.loss, MARGINS.get(recipe.loss.name, "radius"), None)
+        self.margin = MARGINS.get(recipe.loss.name, "radius")  # the attribute that holds it
+        self.final_margin = None if settings.radius_start is None else float(getattr(self.loss, self.margin))
         self.stepper = OPTIMIZERS[recipe.optimizer.name](
             self.model.parameters(), self.steps, **recipe.optimizer.options
         )
@@ -277,11 +278,11 @@ class Training:
 
     def set_radius(self, step: int) -> None:
         """Give the loss its radius, or margin, for this step while it rises from ``train.radius_start``."""
-        settings, final = self.recipe.train, self.recipe.loss.options.get("radius")
-        if settings.radius_start is not None and final and self.margin_of_radius is not None:
-            ramp = max(1, math.ceil(settings.radius_ramp * self.steps))
-            radius = settings.radius_start + (final - settings.radius_start) * min(step / ramp, 1.0)
-            setattr(self.loss, MARGINS.get(self.recipe.loss.name, "radius"), self.margin_of_radius * radius / final)
+        start = self.recipe.train.radius_start
+        if start is not None and self.final_margin is not None:
+            final = self.recipe.loss.options["radius"]
+            share = min(step / max(1, math.ceil(self.recipe.train.radius_ramp * self.steps)), 1.0)
+            setattr(self.loss, self.margin, self.final_margin * (start + (final - start) * share) / final)
 
     def show(self) -> None:
         """Show progress, if it is time for another line."""
