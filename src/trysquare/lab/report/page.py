@@ -189,7 +189,7 @@ def headline(run: Results) -> Markup:
         tag("b", percent(certificate.clean_accuracy)),
         " correctly. For ",
         tag("b", percent(certificate.certified_accuracy(first)), class_="accent"),
-        f" {proved} that no change of length up to {radius_text(first)} turns the answer.",
+        f" {proved} that no change of length up to {radius_text(first)} changes the answer.",
         class_="headline",
     )
 
@@ -264,7 +264,7 @@ def _proved(certificate: Certificate) -> str:
     return (
         "Each image has a radius. Add anything to its pixels (from 0 to 1, before any scaling): as long as the change "
         "is shorter than the radius, in Euclidean length, the function that the weights define gives the same class. "
-        f"This holds for every attack, known or not. It follows from the weights in use: {source}. Assumed are float64 "
+        f"This holds for every attack, known or not. It follows from the weights in use: {source}. It assumes float64 "
         "arithmetic by IEEE 754. Rounding errors of the evaluation in float64 are bounded, and taken off."
     )
 
@@ -285,8 +285,8 @@ def _not_covered(clean: float, samples: int) -> str:
     return (
         "Longer changes, and those that are not small in this sense: rotation, blur, other light. Other images, which "
         "have no radius until they are evaluated; from a test set of this size, the accuracy on new images of the same "
-        f"kind is known to about ±{100 * spread:.1f} percentage points. Wrong labels. Weights that model.pt did not "
-        "hold when the certificate was made."
+        f"kind is known to about ±{100 * spread:.1f} percentage points. Wrong labels. Weights that the "
+        "model's file did not hold when the certificate was made."
     )
 
 
@@ -307,7 +307,7 @@ def curve(run: Results) -> Markup:
         tag(
             "p",
             "Below the curve it is proved that answers stay right, whatever the attack",
-            "." if attack is None else "; above a diamond an attack has turned them. The truth lies between.",
+            "." if attack is None else "; above a diamond an attack has changed them. The truth lies between.",
         ),
         tag("figure", legend(entries), curve_chart(certificate, attack)),
         _attack_note(run),
