@@ -15,6 +15,7 @@ QUESTIONS = {
     "kernels": "What does it cost to build a kernel?",
     "overhead": "What does a whole network cost?",
     "scaling": "How does the cost grow?",
+    "forecast": "What would it cost on graphics cards?",
     "methods": "Which method should I choose?",
     "recipe": "What does the time buy in training?",
     "orthogonalizers": "Which orthogonalizer should I choose?",
@@ -46,9 +47,14 @@ def write(folder: Path, page: Path) -> None:
     """
     found = results.read(folder)
     text = render(found)
-    for name in found:
+    for name in drawn(found):
         question(name).draw(found[name]["data"]).save(page.parent / "figures" / f"{name}.svg")
     page.write_text(text)
+
+
+def drawn(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the results that have a figure."""
+    return [name for name in found if hasattr(question(name), "draw")]
 
 
 def render(found: dict[str, dict[str, Any]]) -> str:
@@ -71,7 +77,8 @@ def render(found: dict[str, dict[str, Any]]) -> str:
 def _section(name: str, result: dict[str, Any]) -> str:
     module = question(name)
     parts = [(module.__doc__ or "").strip()]
-    parts.append(f"![{QUESTIONS[name]}](figures/{name}.svg)")
+    if hasattr(module, "draw"):
+        parts.append(f"![{QUESTIONS[name]}](figures/{name}.svg)")
     parts += [part if isinstance(part, str) else part.markdown() for part in module.describe(result["data"])]
     # Written by hand for the committed results; tests/benchmarks/test_page.py checks each claim against them.
     if hasattr(module, "PEER") and not result["quick"]:
