@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -27,14 +25,16 @@ from trysquare.nn.linalg.operator import LinearOperator as LinearOperator
 from trysquare.nn.linalg.operator import checked_weight as checked_weight
 from trysquare.nn.linalg.precision import as_autocast
 from trysquare.nn.parametrizations.base import ParametrizedWeight
+from trysquare.torch_internals import hooks_of
 
 # Numbers of one input, beyond which torch cannot even count them.
 _LARGEST_INPUT = 1 << 62
 # Torch's hooks that set the weight before each pass.
 WEIGHT_HOOKS = (WeightNorm, SpectralNorm, BasePruningMethod)
-_TORCHS_OWN = (
-    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-)  # fmt: skip
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_TORCHS_OWN = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
+AnyConvolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 # What a class may define anew without computing something else.
 _HARMLESS = frozenset(
     """
@@ -92,8 +92,7 @@ def as_defined(module: nn.Module, cls: type) -> bool:
 
 def unknown_hooks(module: nn.Module) -> list[Callable[..., object]]:
     """Hooks by which a call of a module does anything besides its forward pass and setting its weight."""
-    before = (*module._forward_pre_hooks.values(), *torch_module._global_forward_pre_hooks.values())
-    after = (*module._forward_hooks.values(), *torch_module._global_forward_hooks.values())
+    before, after = hooks_of(module)
     return [*(hook for hook in before if not isinstance(hook, WEIGHT_HOOKS)), *after]
 
 
@@ -136,9 +135,9 @@ def read_layer(layer: nn.Module, input_shape: Sequence[int]) -> LinearOperator:
         return layer.linear_operator(shape, kernel)
     if isinstance(layer, nn.Linear):
         return LinearOperator.of_matrix(kernel, shape)
-    assert isinstance(layer, _ConvNd)
+    assert isinstance(layer, (*_CONVOLUTIONS, *_TRANSPOSED))
     numbers = tuple(layer.stride), tuple(layer.dilation), layer.groups
-    if isinstance(layer, _ConvTransposeNd):
+    if isinstance(layer, _TRANSPOSED):
         pads = zip(_pads(layer, kernel), layer.output_padding, strict=True)
         crops = tuple((left, right - extra) for (left, right), extra in pads)
         return LinearOperator.of_transposed(kernel, shape, *numbers, crops, "zeros")
@@ -197,7 +196,7 @@ def used_weight(layer: nn.Module) -> Tensor:
     return checked_weight(as_autocast(weight), type(layer).__name__)
 
 
-def _pads(layer: _ConvNd, kernel: Tensor) -> Pads:
+def _pads(layer: AnyConvolution, kernel: Tensor) -> Pads:
     """Left and right padding of each axis of one of torch's convolutions."""
     if layer.padding_mode != "zeros":
         # What the forward pass uses, which is not `padding` if that was changed later; last axis first.

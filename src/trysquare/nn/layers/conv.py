@@ -37,7 +37,7 @@ Size = int | Sequence[int]
 _DEFAULT_ORTHOGONALIZER = "cholesky"
 
 
-class _OrthogonalConvolution(ParametrizedWeight):
+class OrthogonalConvolution(ParametrizedWeight):
     """Common to plain and transposed layers: the geometry of the convolution, and the way to the adjoint."""
 
     dims: ClassVar[int]
@@ -173,7 +173,7 @@ class _OrthogonalConvolution(ParametrizedWeight):
             **self.options,
         }
 
-    def _share_weight(self, twin: _OrthogonalConvolution) -> Any:
+    def _share_weight(self, twin: OrthogonalConvolution) -> Any:
         if self.padding_mode == "circular" and not self._keeps_all_outputs:
             raise ValueError(
                 f"circular padding {self._convolution.pads} drops outputs, so the size of the input cannot be told "
@@ -242,7 +242,7 @@ class _OrthogonalConvolution(ParametrizedWeight):
 class AffineInverse(nn.Module):
     """``y ↦ adjoint(y - bias)``: undoes ``x ↦ W x + bias`` for a square orthogonal ``W``."""
 
-    def __init__(self, adjoint: _OrthogonalConvolution, bias: nn.Parameter) -> None:
+    def __init__(self, adjoint: OrthogonalConvolution, bias: nn.Parameter) -> None:
         super().__init__()
         self.adjoint = adjoint
         self.bias = bias
@@ -259,7 +259,7 @@ class AffineInverse(nn.Module):
         return nn.Sequential(shift, self.adjoint.as_torch())
 
 
-class _Convolution(_OrthogonalConvolution):
+class _Convolution(OrthogonalConvolution):
     """Constructor and forward pass of ``OrthoConv1d``, ``2d`` and ``3d``."""
 
     def __init__(
@@ -337,7 +337,7 @@ class _Convolution(_OrthogonalConvolution):
         return self._share_weight(twin)
 
 
-class _TransposedConvolution(_OrthogonalConvolution):
+class _TransposedConvolution(OrthogonalConvolution):
     """Constructor and forward pass of ``OrthoConvTranspose1d``, ``2d`` and ``3d``."""
 
     def __init__(

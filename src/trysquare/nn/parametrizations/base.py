@@ -143,7 +143,7 @@ class WriteGuard:
     def watch(self, weight: Tensor) -> None:
         """Notice writes to ``weight`` from now on."""
         if type(weight) is Tensor and not weight.is_inference() and not torch_internals.transforms_are_active():
-            counter = torch.Tensor._make_subclass(Tensor, weight)
+            counter = torch_internals.make_subclass(Tensor, weight)
             counter.data = _empty(weight.dtype, weight.device)
             self._watched.append((counter, weight._version))
 
