@@ -56,11 +56,7 @@ def private_parts_of_torch(path: Path) -> set[str]:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "torch"}
-        if isinstance(node, ast.Attribute) and ast.unparse(node).split(".")[0] in (
-            "torch",
-            "forward_ad",
-            "torch_module",
-        ):
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"(torch|forward_ad)(\.\w+)+", ast.unparse(node)):
             found.add(ast.unparse(node))
     return {name for name in found if any(part.startswith("_") and part[:2] != "__" for part in name.split("."))}
 
