@@ -23,6 +23,7 @@ from itertools import chain, zip_longest
 from math import gcd, prod
 from operator import index
 
+Size = int | Sequence[int]
 Sizes = tuple[int, ...]
 Pads = tuple[tuple[int, int], ...]
 PADDING_MODES = ("circular", "zeros")
@@ -99,6 +100,21 @@ def window_overlap(kernel_size: Sizes, stride: Sizes, dilation: Sizes) -> int:
     6
     """
     return prod(-(-k * gcd(s, d) // s) for k, s, d in zip(kernel_size, stride, dilation, strict=True))
+
+
+def check_padding_mode(mode: str) -> None:
+    """Refuse boundaries under which a convolution amplifies more than its kernel.
+
+    Raises:
+        ValueError: if ``mode`` is not one of ``PADDING_MODES``.
+    """
+    if mode in ("reflect", "replicate"):
+        raise ValueError(
+            f"padding_mode={mode!r} repeats pixels, which amplifies them: no kernel makes it 1-Lipschitz; use "
+            "'circular' (orthogonal) or 'zeros' (1-Lipschitz)"
+        )
+    if mode not in PADDING_MODES:
+        raise ValueError(f"padding_mode={mode!r} must be one of {', '.join(map(repr, PADDING_MODES))}")
 
 
 def flat_pads(pads: Pads) -> list[int]:
@@ -320,13 +336,7 @@ class ConvGeometry:
         >>> ConvGeometry(4, 4, (3, 2), (1, 1), (1, 1)).pads("same", "circular")
         ((1, 1), (0, 1))
         """
-        if mode not in PADDING_MODES:
-            raise ValueError(
-                f"padding_mode={mode!r} repeats pixels, which amplifies them: no kernel makes it 1-Lipschitz; use "
-                "'circular' (orthogonal) or 'zeros' (1-Lipschitz)"
-                if mode in ("reflect", "replicate")
-                else f"padding_mode={mode!r} must be one of {', '.join(map(repr, PADDING_MODES))}"
-            )
+        check_padding_mode(mode)
         same = isinstance(padding, str) and padding == "same"
         pads = same_pads(self.extent, self.stride) if same else self._given_pads(padding)
         if mode == "circular":

@@ -60,10 +60,11 @@ def remember(*classes: type) -> None:
         for base in cls.__mro__[:-1]:
             _KNOWN.setdefault(base, _code_of(base))
         below: list[type] = cls.__subclasses__()
-        remember(*(sub for sub in below if _is_ours(sub)))
+        remember(*(sub for sub in below if is_ours(sub)))
 
 
-def _is_ours(cls: type) -> bool:
+def is_ours(cls: type) -> bool:
+    """Whether a class is one of this package, and not one that somebody calls so."""
     home = sys.modules.get(cls.__module__) if cls.__module__.startswith("trysquare.") else None
     return home is not None and getattr(home, cls.__name__, None) is cls
 
@@ -149,7 +150,7 @@ def read_layer(layer: nn.Module, input_shape: Sequence[int]) -> LinearOperator:
 def _kind(layer: nn.Module) -> type | None:
     """The class of torch, or of ours that knows its operator, whose function the layer computes."""
     for cls in type(layer).__mro__:
-        ours = _is_ours(cls) and issubclass(cls, LinearLayer)
+        ours = is_ours(cls) and issubclass(cls, LinearLayer)
         if (ours or cls in _TORCHS_OWN) and as_defined(layer, cls):
             return cls
     return None

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from trysquare.naming import refuse_arguments
-from trysquare.nn.geometry import ConvGeometry, Pads, Sizes, check_groups, per_axis
+from trysquare.nn.geometry import ConvGeometry, Pads, Size, Sizes, check_groups, check_padding_mode, per_axis
 from trysquare.nn.layers.activations import with_slopes_in_unit_interval
-from trysquare.nn.layers.conv import Size
-from trysquare.nn.layers.convolution import Convolution, check_padding_mode
+from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.layers.packing import PackedKernels, unpack
+from trysquare.nn.linalg.lattice import LatticeMap, circle_around
+from trysquare.nn.linalg.operator import checked_weight
+from trysquare.nn.linalg.precision import full_precision
 from trysquare.nn.parametrizations import Parametrization, orthogonal_kernel
-from trysquare.nn.parametrizations.base import ParametrizedWeight, factory_of
+from trysquare.nn.parametrizations.base import Device, Factory, ParametrizedWeight, factory_of
 
 
 class Block(ParametrizedWeight):
@@ -26,6 +29,7 @@ class Block(ParametrizedWeight):
     """
 
     activation: nn.Module
+    transposed: ClassVar[bool] = False
     _first: Convolution
     _second: Convolution
     # Attributes that are numbers of the block.
@@ -56,6 +60,14 @@ class Block(ParametrizedWeight):
     def _branch(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
         return self._second(self.activation(self._first(x, first, self.bias)), second)
 
+    def _circle(self, maps: list[LatticeMap], shape: Sizes) -> Sizes:
+        """The circle that the block is on, or a part of, on its coarse side."""
+        if not self._first.dims:
+            return (1,)
+        stride = max(each.stride for each in maps)
+        coarse = shape[1:] if self.transposed else tuple(-(-n // s) for n, s in zip(shape[1:], stride, strict=True))
+        return circle_around(maps, coarse, stride, self._first.mode == "circular")
+
     def _plain_branch(self, first: Tensor, second: Tensor) -> nn.Module:
         """Two plain layers of torch with the activation between them."""
         before = self._first.plain(first, self.bias, self.training)
@@ -76,6 +88,20 @@ class PackedBlock(Block):
         """The kernels, in the order of ``parametrization.kernel_shapes``."""
         return unpack(self._current_weight(), self._kernel_shapes)
 
+    def _maps(self, *ways: Convolution) -> list[LatticeMap]:
+        """The kernels as a forward pass uses them, on the lattice."""
+        kernels = unpack(self.exact_weight(), self._kernel_shapes)
+        return [way.on_lattice(kernel) for way, kernel in zip(ways, kernels, strict=True)]
+
+    def _before_fusing(self) -> list[Tensor] | None:
+        """What the kernels are made of before they are fused and rounded, if their parametrization is still there."""
+        if not parametrize.is_parametrized(self, "weight"):
+            return None
+        made = cast("PackedKernels", self.parametrization)
+        with full_precision(self.free_tensors[0]):
+            weights = made.parts_from(*(tensor.detach() for tensor in self.free_tensors))
+        return [checked_weight(weight, type(self).__name__) for weight in weights]
+
     def _finish(self, parametrization: Any, *args: Any) -> None:
         self._kernel_shapes = parametrization.kernel_shapes
         super()._finish(parametrization, *args)
@@ -90,7 +116,6 @@ class ResamplingBlock(PackedBlock):
     """
 
     dims: ClassVar[int] = 2
-    transposed: ClassVar[bool] = False
     # Called with device and dtype, and the options of the block; sets how the kernels are applied.
     _kernels: Callable[..., PackedKernels]
     _shown: ClassVar[tuple[str, ...]] = (
@@ -108,8 +133,8 @@ class ResamplingBlock(PackedBlock):
         groups: int = 1,
         bias: bool = True,
         padding_mode: str = "circular",
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         *,
         hidden_channels: int | None = None,
         activation: nn.Module | None = None,
@@ -152,7 +177,7 @@ class ResamplingBlock(PackedBlock):
                 f"out_channels: {error}"
             ) from None
 
-    def _orthogonal(self, geometry: ConvGeometry, factory: dict[str, Any]) -> Parametrization:
+    def _orthogonal(self, geometry: ConvGeometry, factory: Factory) -> Parametrization:
         return orthogonal_kernel(self.method, geometry, self.orthogonalizer, **factory)
 
     def _convolution(self, kernel_size: Sizes, pads: Pads, strided: bool) -> Convolution:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trysquare.nn.geometry import positive
 from trysquare.nn.linalg.precision import at_least_float32
+from trysquare.nn.parametrizations.base import Device
 
 __all__ = ["BatchCentering", "LayerCentering"]
 
@@ -35,7 +36,7 @@ def _several_ranks(group: Any) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+def per_channel(values: Tensor, like: Tensor) -> Tensor:
     return values.to(like.dtype).view(-1, *(1,) * (like.ndim - 2))
 
 
@@ -67,8 +68,8 @@ class BatchCentering(nn.Module):
         num_features: int,
         momentum: float | None = 0.1,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         process_group: Any = None,
     ) -> None:
         super().__init__()
@@ -94,7 +95,7 @@ class BatchCentering(nn.Module):
         else:
             mean = self.running_mean
         shift = mean if self.bias is None else mean - self.bias
-        return input - _per_channel(shift, input)
+        return input - per_channel(shift, input)
 
     def _batch_mean(self, x: Tensor) -> Tensor:
         # Mean over the batch, then the positions: no transposed copy is made.
@@ -138,7 +139,12 @@ class LayerCentering(nn.Module):
     """
 
     def __init__(
-        self, num_features: int, per_channel: bool = False, bias: bool = True, device: Any = None, dtype: Any = None
+        self,
+        num_features: int,
+        per_channel: bool = False,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         positive("num_features", num_features)
@@ -161,7 +167,7 @@ class LayerCentering(nn.Module):
         axes = tuple(range(2 if self.per_channel else 1, input.ndim))
         mean = input.to(at_least_float32(input.dtype)).mean(axes, keepdim=True).to(input.dtype)
         centred = input - mean
-        return centred if self.bias is None else centred + _per_channel(self.bias, input)
+        return centred if self.bias is None else centred + per_channel(self.bias, input)
 
     def extra_repr(self) -> str:
         """Channels and what is averaged."""

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from trysquare import torch_internals
 from trysquare.nn.geometry import (
-    PADDING_MODES,
     ConvGeometry,
     Pads,
     Sizes,
@@ -27,6 +26,7 @@ from trysquare.nn.geometry import (
     same_pads,
 )
 from trysquare.nn.linalg.kernels import CONV, CONV_TRANSPOSE
+from trysquare.nn.linalg.lattice import LatticeMap
 from trysquare.nn.linalg.operator import LinearOperator
 from trysquare.nn.linalg.precision import apply_function, each_as_autocast, full_precision
 from trysquare.nn.parametrizations.base import copy_weights
@@ -178,6 +178,12 @@ class Convolution:
             check_circular_size(shape[1:], self.stride)
         return operator
 
+    def on_lattice(self, kernel: Tensor) -> LatticeMap:
+        """Return the map on the infinite lattice; of a transposed convolution, the map that it is the adjoint of."""
+        if not self.dims:
+            return LatticeMap.of_matrix(kernel)
+        return LatticeMap(kernel, self.stride, self.dilation, self.groups, tuple(-left for left, _ in self.pads))
+
     def plain(self, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
         """The same with this kernel in plain layers of torch; padding is one where torch has no argument for it."""
         if not self.dims:
@@ -235,15 +241,6 @@ class Convolution:
 
 
 # -- padding
-
-
-def check_padding_mode(mode: str) -> None:
-    """Refuse boundaries under which a convolution amplifies more than its kernel."""
-    if mode not in PADDING_MODES:
-        raise ValueError(
-            f"padding_mode={mode!r} must be one of {', '.join(map(repr, PADDING_MODES))}; the other modes of torch "
-            "repeat pixels and amplify them"
-        )
 
 
 def native_crop(crops: Pads, stride: Sizes, dilation: Sizes) -> tuple[Sizes, Sizes, Pads]:

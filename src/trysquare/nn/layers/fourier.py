@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any, ClassVar
 
@@ -10,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.naming import pick, refuse_arguments
-from trysquare.nn.geometry import Sizes, check_groups, per_axis
+from trysquare.nn.geometry import Size, Sizes, check_groups, per_axis
 from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.layers.pooling import depth_to_space, space_to_depth
+from trysquare.nn.linalg.bounds import singular_value_range
 from trysquare.nn.linalg.fourier import (
     RESPONSES,
     apply_response,
@@ -24,7 +24,7 @@ from trysquare.nn.linalg.fourier import (
 from trysquare.nn.linalg.orthonormal import random_orthonormal
 from trysquare.nn.linalg.precision import at_least_float32, protected
 from trysquare.nn.parametrizations import METHODS
-from trysquare.nn.parametrizations.base import Caching
+from trysquare.nn.parametrizations.base import Caching, Device
 
 __all__ = [
     "FourierOrthoConv1d",
@@ -34,8 +34,6 @@ __all__ = [
     "FourierOrthoConvTranspose2d",
     "FourierOrthoConvTranspose3d",
 ]
-
-Size = int | Sequence[int]
 
 
 class ImageSized(Caching):
@@ -99,7 +97,10 @@ class ImageSized(Caching):
                 f"sizes {sizes} must be multiples of stride={self.stride}: downsampling would lose pixels; pad or crop "
                 "the input"
             )
-        return tuple(size // s for size, s in zip(sizes, self.stride, strict=True))
+        return self._coarse(sizes)
+
+    def _coarse(self, sizes: Sizes) -> Sizes:
+        return sizes if self.transposed else tuple(n // s for n, s in zip(sizes, self.stride, strict=True))
 
     def _to_coarse(self, x: Tensor) -> Tensor:
         self.coarse_sizes(tuple(x.shape[2:]))
@@ -126,6 +127,26 @@ class ImageSized(Caching):
             ValueError: if the layer does not take inputs of these sizes.
         """
         raise NotImplementedError
+
+
+# Numbers of complex matrices that are looked at together.
+_CHUNK_NUMBERS = 1 << 23
+
+
+def blocks_norm(blocks: Tensor, owner: str) -> float:
+    """Return the certified norm of the largest of many complex matrices ``(*frequencies, groups, n, m)``.
+
+    A real convolution by half of the frequencies has at most that norm: the transform back projects what is not the
+    transform of something real.
+
+    Raises:
+        ValueError: if they hold numbers that are not finite.
+    """
+    if not bool(torch.view_as_real(blocks).isfinite().all()):
+        raise ValueError(f"the response of {owner} holds values that are not finite: it has no norm")
+    flat = blocks.detach().to("cpu", torch.complex128).flatten(0, -3)
+    chunk = max(1, _CHUNK_NUMBERS // prod(flat.shape[1:]))
+    return singular_value_range(flat.split(chunk), lowest=False)[1]
 
 
 def plain_layer(
@@ -161,8 +182,8 @@ class _FourierConvolution(ImageSized):
         dilation: Size = 1,
         groups: int = 1,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         *,
         method: str = "cayley",
         **others: Any,
@@ -223,6 +244,12 @@ class _FourierConvolution(ImageSized):
     def _convolved(self, x: Tensor, response: Tensor) -> Tensor:
         exact = x.to(at_least_float32(x.dtype))
         return apply_response(response.to(torch.promote_types(exact.dtype, torch.complex64)), exact, self.dims)
+
+    @torch.no_grad()
+    def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
+        """Return the largest norm of the blocks that the spectrum is multiplied by; see ``linalg.operator``."""
+        used = self.response(self._coarse(input_shape[1:]))
+        return blocks_norm(used.to(torch.promote_types(at_least_float32(dtype), torch.complex64)), type(self).__name__)
 
     def equivalent_kernel_size(self, *sizes: int) -> tuple[int, ...]:
         """Taps of the kernel on each axis, for an input of the given sizes: as many as the finer map has positions.

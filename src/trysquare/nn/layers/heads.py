@@ -12,7 +12,7 @@ from trysquare.nn.layers.linear import ParametrizedLinear
 from trysquare.nn.linalg.margins import least_radius
 from trysquare.nn.linalg.rescaling import unit_rows
 from trysquare.nn.parametrizations import Parametrization
-from trysquare.nn.parametrizations.base import factory_of
+from trysquare.nn.parametrizations.base import Device, factory_of
 
 __all__ = ["UnitNormLinear"]
 
@@ -76,7 +76,12 @@ class UnitNormLinear(ParametrizedLinear):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
         super().__init__(in_features, out_features, bias, device, dtype)

@@ -53,9 +53,12 @@ class PackedKernels(Parametrization):
 
     def build(self, *free: Tensor) -> Tensor:
         """All kernels in one vector."""
+        return torch.cat([kernel.reshape(-1) for kernel in self.build_kernels(*self.parts_from(*free))])
+
+    def parts_from(self, *free: Tensor) -> list[Tensor]:
+        """The weight of each part, and the extra free tensors: what ``build_kernels`` takes."""
         owned, extra = self._owned(free)
-        weights = [part.build(*own) for part, own in zip(self.parts, owned, strict=True)]
-        return torch.cat([kernel.reshape(-1) for kernel in self.build_kernels(*weights, *extra)])
+        return [*(part.build(*own) for part, own in zip(self.parts, owned, strict=True)), *extra]
 
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
         """As each of the parts does it."""

@@ -7,14 +7,14 @@ not amplify. Where windows overlap, an input is read by up to ``overlap`` of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import per_axis, window_overlap
+from trysquare.nn.geometry import Size, Sizes, per_axis, window_overlap
 from trysquare.nn.linalg.norms import euclidean
 from trysquare.nn.linalg.precision import at_least_float32
 
@@ -39,7 +39,6 @@ __all__ = [
     "ScaledAvgPool3d",
 ]
 
-Size = int | Sequence[int]
 
 _AVERAGE: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 _MAX: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
@@ -59,6 +58,10 @@ class EuclideanNorm(nn.Module):
     def forward(self, vectors: Tensor) -> Tensor:
         """Norm of each vector, computed in float32 or better."""
         return euclidean(vectors.to(at_least_float32(vectors.dtype)), self.dim)
+
+    def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
+        """A norm is 1-Lipschitz."""
+        return 1.0
 
 
 class _Pool(nn.Module):

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import check_groups
+from trysquare.nn.geometry import Sizes, check_groups
 from trysquare.nn.layers.block import PackedBlock, ResamplingBlock
 from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.layers.packing import PackedKernels, Shapes
 from trysquare.nn.linalg.kernels import adjoint
+from trysquare.nn.linalg.lattice import sandwich_bound
 from trysquare.nn.linalg.rescaling import positive
 from trysquare.nn.linalg.sandwich import mix, sandwich_pair
 from trysquare.nn.parametrizations import OrthonormalMatrix
-from trysquare.nn.parametrizations.base import factory_of
+from trysquare.nn.parametrizations.base import Device, Factory, factory_of
 
 __all__ = [
     "SandwichAOCConv1d",
@@ -102,6 +103,15 @@ class _Sandwich(PackedBlock):
         """
         return self._branch(input, *self.kernels)
 
+    @torch.no_grad()
+    def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
+        """Bound the branch, whatever its two kernels are, with the layer's ``Ψ``; see ``linalg.operator``."""
+        first, second = maps = self._maps(self._first, self._second)
+        back = second if self._second.transposed else second.transposed()
+        made_of = self._before_fusing()
+        psi = None if made_of is None else positive(made_of[-1])
+        return sandwich_bound(first, back, self._circle(maps, input_shape), psi)
+
     def as_torch(self) -> nn.Module:
         """Two plain layers with the activation between them."""
         return self._plain_branch(*self.kernels)
@@ -131,8 +141,8 @@ class SandwichLinear(_Sandwich):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         *,
         hidden_features: int | None = None,
         activation: nn.Module | None = None,
@@ -152,7 +162,7 @@ class SandwichLinear(_Sandwich):
 class _ExplicitSandwich(_Sandwich, ResamplingBlock):
     """Constructor of both convolutions; the hidden layer is on the coarse side."""
 
-    def _kernels(self, factory: dict[str, Any]) -> SandwichKernels:
+    def _kernels(self, factory: Factory) -> SandwichKernels:
         fine, coarse = ((side, self.hidden_channels) for side in self._sides)
         strided = self._geometry("the strided kernel", fine, self.kernel_size, True, "hidden_channels")
         plain = self._geometry("the plain kernel", coarse, self.kernel_size, False, "hidden_channels")

@@ -235,6 +235,8 @@ class LinearOperator:
 
     def dense(self) -> Tensor:
         """Matrices ``(groups, image / groups, domain / groups)`` of the convolution."""
+        if not self.axes:
+            return self.kernel.unsqueeze(0)
         windows, positions = math.prod(self.image[1:]), math.prod(self.domain[1:])
         taps = self.kernel.flatten(2).unflatten(0, (self.groups, -1))  # (groups, n, m, taps)
         blocks = taps.new_zeros(windows, positions, *taps.shape[:3])
@@ -269,6 +271,23 @@ class LinearLayer(Protocol):
 
         Raises:
             ValueError: if the shape does not fit the layer, or the weight has no spectrum.
+        """
+        ...
+
+
+@runtime_checkable
+class LipschitzLayer(Protocol):
+    """A layer or block of ours that has a constant as a whole, which the calls that it makes do not show."""
+
+    def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
+        """Return a certified upper bound on the l2 Lipschitz constant, with the weights that a forward pass uses.
+
+        Args:
+            input_shape: shape of one input, without the batch.
+            dtype: of the input, to which the layer may round what it multiplies with.
+
+        Raises:
+            ValueError: if the weights hold no numbers, or some that are not finite.
         """
         ...
 

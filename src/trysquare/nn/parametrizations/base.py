@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from math import prod
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self, TypedDict, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -494,7 +494,7 @@ def copy_weights(plain: nn.Module, weight: Tensor, bias: Tensor | None, training
     return plain.train(training)
 
 
-def check_dtype(dtype: Any) -> None:
+def check_dtype(dtype: object) -> None:
     """Refuse what a weight cannot have.
 
     Raises:
@@ -504,6 +504,17 @@ def check_dtype(dtype: Any) -> None:
         raise ValueError(f"dtype={dtype} must be a real floating point type")
 
 
-def factory_of(weight: Tensor) -> dict[str, Any]:
+Device = torch.device | str | int | None
+"""What torch takes for a device."""
+
+
+class Factory(TypedDict):
+    """Keyword arguments of everything that makes tensors."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def factory_of(weight: Tensor) -> Factory:
     """``device`` and ``dtype`` of a tensor, as keyword arguments."""
     return {"device": weight.device, "dtype": weight.dtype}
