@@ -60,7 +60,6 @@ class MaxMin(nn.Module):
         return max_min(_grouped(input, 2, self.dim), axis).flatten(*_merged(axis))
 
     def extra_repr(self) -> str:
-        """Axis, where it is not torch's."""
         return "" if self.dim == 1 else f"dim={self.dim}"
 
 
@@ -90,7 +89,6 @@ class GroupSort(nn.Module):
         return groups.sort(axis, descending=True).values.flatten(*_merged(axis))
 
     def extra_repr(self) -> str:
-        """Size of the groups."""
         return f"group_size={self.group_size}" + ("" if self.dim == 1 else f", dim={self.dim}")
 
 
@@ -113,7 +111,6 @@ class FullSort(nn.Module):
         return input.sort(self.dim, descending=True).values
 
     def extra_repr(self) -> str:
-        """Axis, where it is not torch's."""
         return "" if self.dim == 1 else f"dim={self.dim}"
 
 
@@ -214,7 +211,6 @@ class Householder(nn.Module):
         return float(square.clamp_min(1.0).max()) * ROUND_UP
 
     def extra_repr(self) -> str:
-        """Channels and order."""
         return f"{self.channels}, order={self.order}" + ("" if self.dim == 1 else f", dim={self.dim}")
 
 
@@ -310,7 +306,6 @@ class NActivation(nn.Module):
         return 1.0
 
     def extra_repr(self) -> str:
-        """Channels."""
         return f"{self.channels}" + ("" if self.dim == 1 else f", dim={self.dim}")
 
 

@@ -75,7 +75,6 @@ class Block(ParametrizedWeight):
         return nn.Sequential(before, copy.deepcopy(self.activation), after).train(self.training)
 
     def extra_repr(self) -> str:
-        """Numbers of the block."""
         shown = [f"{name}={getattr(self, name)}" for name in self._shown]
         return ", ".join([*shown, f"bias={self.bias is not None}", f"activation={self.activation}"])
 

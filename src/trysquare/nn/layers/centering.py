@@ -117,7 +117,6 @@ class BatchCentering(nn.Module):
             self.running_mean.add_((mean - self.running_mean).to(self.running_mean.dtype) / self.num_batches_tracked)
 
     def extra_repr(self) -> str:
-        """Channels and momentum."""
         return f"{self.num_features}, momentum={self.momentum}, bias={self.bias is not None}"
 
 
@@ -170,5 +169,4 @@ class LayerCentering(nn.Module):
         return centred if self.bias is None else centred + per_channel(self.bias, input)
 
     def extra_repr(self) -> str:
-        """Channels and what is averaged."""
         return f"{self.num_features}, per_channel={self.per_channel}, bias={self.bias is not None}"

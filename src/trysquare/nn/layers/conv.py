@@ -220,7 +220,6 @@ class OrthogonalConvolution(ParametrizedWeight):
         return self.adjoint() if self.bias is None else AffineInverse(self.adjoint(), self.bias)
 
     def extra_repr(self) -> str:
-        """Torch's line, and ours."""
         mode = (
             ""
             if "padding_mode" in super().extra_repr() or self.padding_mode == "zeros"

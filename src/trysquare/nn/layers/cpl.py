@@ -31,7 +31,6 @@ class NormContraction(Contraction):
 
     @property
     def free_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The kernel."""
         return (self.shape,)
 
     def draw(self) -> list[Tensor]:
@@ -49,7 +48,6 @@ class NormContraction(Contraction):
         return [weight]
 
     def extra_repr(self) -> str:
-        """Shape and quality of the bound."""
         return f"{self.shape}, steps={self.steps}"
 
 

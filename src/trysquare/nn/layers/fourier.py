@@ -282,7 +282,6 @@ class _FourierConvolution(ImageSized):
         return plain.train(self.training)
 
     def extra_repr(self) -> str:
-        """Torch's line, and the truth about the kernel."""
         extras = "".join(
             f", {name}={value}"
             for name, value, usual in (

@@ -26,12 +26,10 @@ class UnitRows(Parametrization):
 
     @property
     def free_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """One free matrix, of the shape of the weight."""
         return (self.shape,)
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
         return self.shape
 
     def draw(self) -> list[Tensor]:
@@ -51,7 +49,6 @@ class UnitRows(Parametrization):
         return [weight]
 
     def extra_repr(self) -> str:
-        """Shape."""
         return f"{self.shape[0]}x{self.shape[1]}, rows of norm 1"
 
 
@@ -113,5 +110,4 @@ class UnitNormLinear(ParametrizedLinear):
         return least_radius(margins, self.pairwise_norms()[chosen], chosen)
 
     def extra_repr(self) -> str:
-        """Sizes."""
         return nn.Linear.extra_repr(self)

@@ -72,5 +72,4 @@ class OrthoLinear(ParametrizedLinear):
         )
 
     def extra_repr(self) -> str:
-        """Sizes and orthogonalizer."""
         return f"{nn.Linear.extra_repr(self)}, orthogonalizer={self.orthogonalizer}"

@@ -38,12 +38,10 @@ class PackedKernels(Parametrization):
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """One vector."""
         return (sum(map(prod, self.kernel_shapes)),)
 
     @property
     def free_shapes(self) -> Shapes:
-        """Those of the parts, then the extra ones."""
         return (*(shape for part in self.parts for shape in part.free_shapes), *self.extra)
 
     def draw(self) -> list[Tensor]:
@@ -83,7 +81,6 @@ class PackedKernels(Parametrization):
         return owned, free[start:]
 
     def extra_repr(self) -> str:
-        """Shapes of the kernels."""
         return f"kernels {', '.join(map(str, self.kernel_shapes))}"
 
 

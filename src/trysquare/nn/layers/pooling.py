@@ -80,7 +80,6 @@ class _Pool(nn.Module):
         self.overlap = window_overlap(self.kernel_size, self.stride, self.dilation)
 
     def extra_repr(self) -> str:
-        """Windows."""
         dilation = f", dilation={self.dilation}" if max(self.dilation) > 1 else ""
         return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}{dilation}"
 
@@ -227,7 +226,6 @@ class _GlobalPool(nn.Module):
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        """Whether the axes stay."""
         return f"keepdim={self.keepdim}"
 
 
@@ -291,7 +289,6 @@ class _Resampling(nn.Module):
             raise ValueError(f"input of shape {tuple(x.shape)} must be ([batch,] channels, and {self.dims} sizes)")
 
     def extra_repr(self) -> str:
-        """Factor of each axis."""
         return f"factor={self.factor}"
 
 

@@ -33,7 +33,6 @@ class Contraction(Parametrization):
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the kernel."""
         return self.shape
 
     @property

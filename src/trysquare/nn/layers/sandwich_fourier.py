@@ -188,7 +188,6 @@ class _FourierSandwich(ImageSized):
         return nn.Sequential(first, copy.deepcopy(self.activation), second).train(self.training)
 
     def extra_repr(self) -> str:
-        """Numbers of the layer."""
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
             f"dilation={self.dilation}, groups={self.groups}"

@@ -60,7 +60,6 @@ class InputScaling(nn.Module):
         return (input - per_channel(self.mean, input)) / per_channel(self.std, input)
 
     def extra_repr(self) -> str:
-        """The numbers."""
         return f"mean={_rounded(self.mean)}, std={_rounded(self.std)}"
 
 
