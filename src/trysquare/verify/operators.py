@@ -27,9 +27,9 @@ from trysquare.nn.linalg.precision import as_autocast
 from trysquare.nn.parametrizations.base import ParametrizedWeight
 from trysquare.torch_internals import hooks_of
 
-# Numbers of one input, beyond which torch cannot even count them.
+# The most numbers in one input that torch can count.
 _LARGEST_INPUT = 1 << 62
-# Torch's hooks that set the weight before each pass.
+# Torch's own hooks, which set the weight before each pass.
 WEIGHT_HOOKS = (WeightNorm, SpectralNorm, BasePruningMethod)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -103,7 +103,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def read_layer(layer: nn.Module, input_shape: Sequence[int]) -> LinearOperator:
-    """A linear or convolution layer of torch or ours, on inputs of ``input_shape`` (without the batch).
+    """Read a linear or convolution layer of torch or ours, on inputs of ``input_shape`` (without the batch).
 
     Raises:
         TypeError: if the layer is of another kind, or a subclass that computes something else.
@@ -162,9 +162,9 @@ def reads(layer: nn.Module) -> bool:
 
 
 def misfit(layer: nn.Module | None, shapes: Sequence[Sequence[int]]) -> str:
-    """What a linear or convolution layer expects instead of inputs of these shapes (without the batch).
+    """Return what a linear or convolution layer expects instead of inputs of these shapes (without the batch).
 
-    Empty if it is another module or function, or has nothing against them.
+    The text is empty if the shapes fit, or the module is of another kind.
     """
     if layer is None or not reads(layer) or len(shapes) != 1:
         return ""
@@ -177,12 +177,12 @@ def misfit(layer: nn.Module | None, shapes: Sequence[Sequence[int]]) -> str:
 
 @torch.no_grad()
 def used_weight(layer: nn.Module) -> Tensor:
-    """The weight after the casts that the forward pass makes, in float64 on the CPU.
+    """Return the weight after the casts that the forward pass makes, in float64 on the CPU.
 
-    Of a convolution that is applied in terms, what they add up to.
+    For a convolution that is applied in terms it is the kernel that they add up to.
 
-    The hooks of torch's ``weight_norm``, ``spectral_norm`` and pruning set it before each pass, so until then the
-    attribute is the one of the pass before: they are asked for it.
+    The hooks of torch's ``weight_norm``, ``spectral_norm`` and pruning set the weight before each pass, so that until
+    then the attribute is that of the pass before. They are asked for the next one.
     """
     if isinstance(layer, ParametrizedWeight) and not layer._forward_pre_hooks:
         return layer.exact_weight()
@@ -198,7 +198,7 @@ def used_weight(layer: nn.Module) -> Tensor:
 
 
 def _pads(layer: AnyConvolution, kernel: Tensor) -> Pads:
-    """Left and right padding of each axis of one of torch's convolutions."""
+    """Return the left and right padding of each axis of one of torch's convolutions."""
     if layer.padding_mode != "zeros":
         # What the forward pass uses, which is not `padding` if that was changed later; last axis first.
         flat: list[int] = layer._reversed_padding_repeated_twice

@@ -32,9 +32,9 @@ class Block(ParametrizedWeight):
     transposed: ClassVar[bool] = False
     _first: Convolution
     _second: Convolution
-    # Attributes that are numbers of the block.
+    # Attributes that ``repr`` shows.
     _shown: ClassVar[tuple[str, ...]]
-    # Further keyword arguments, for what makes the kernels.
+    # Further keyword arguments of the constructor, which go to what makes the kernels.
     _options: ClassVar[tuple[str, ...]] = ()
 
     def _finish(
@@ -61,7 +61,7 @@ class Block(ParametrizedWeight):
         return self._second(self.activation(self._first(x, first, self.bias)), second)
 
     def _circle(self, maps: list[LatticeMap], shape: Sizes) -> Sizes:
-        """The circle that the block is on, or a part of, on its coarse side."""
+        """Return the circle that the block is on, or a part of, on its coarse side."""
         if not self._first.dims:
             return (1,)
         stride = max(each.stride for each in maps)
@@ -69,7 +69,7 @@ class Block(ParametrizedWeight):
         return circle_around(maps, coarse, stride, self._first.mode == "circular")
 
     def _plain_branch(self, first: Tensor, second: Tensor) -> nn.Module:
-        """Two plain layers of torch with the activation between them."""
+        """Return two plain layers of torch with the activation between them."""
         before = self._first.plain(first, self.bias, self.training)
         after = self._second.plain(second, None, self.training)
         return nn.Sequential(before, copy.deepcopy(self.activation), after).train(self.training)
@@ -88,12 +88,12 @@ class PackedBlock(Block):
         return unpack(self._current_weight(), self._kernel_shapes)
 
     def _maps(self, *ways: Convolution) -> list[LatticeMap]:
-        """The kernels as a forward pass uses them, on the lattice."""
+        """Return the kernels as a forward pass uses them, on the lattice."""
         kernels = unpack(self.exact_weight(), self._kernel_shapes)
         return [way.on_lattice(kernel) for way, kernel in zip(ways, kernels, strict=True)]
 
     def _before_fusing(self) -> list[Tensor] | None:
-        """What the kernels are made of before they are fused and rounded, if their parametrization is still there."""
+        """Return what the kernels are made of before they are fused and rounded, if they are still parametrized."""
         if not parametrize.is_parametrized(self, "weight"):
             return None
         made = cast("PackedKernels", self.parametrization)
@@ -115,7 +115,7 @@ class ResamplingBlock(PackedBlock):
     """
 
     dims: ClassVar[int] = 2
-    # Called with device and dtype, and the options of the block; sets how the kernels are applied.
+    # Called with device, dtype and the options of the block; sets how the kernels are applied.
     _kernels: Callable[..., PackedKernels]
     _shown: ClassVar[tuple[str, ...]] = (
         "in_channels", "out_channels", "kernel_size", "stride", "dilation", "groups", "hidden_channels", "padding_mode",
@@ -161,7 +161,7 @@ class ResamplingBlock(PackedBlock):
     def _geometry(
         self, name: str, channels: tuple[int, int], kernel_size: Sizes, strided: bool, inside: str
     ) -> ConvGeometry:
-        """Geometry of the orthogonal kernel ``name``, which has ``inside`` as one of its numbers of channels.
+        """Return the geometry of the orthogonal kernel ``name``, one side of which has ``inside`` channels.
 
         Raises:
             ValueError: if there is none with these numbers.
@@ -193,6 +193,6 @@ class Sum(nn.Module):
         self.second = second
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Sum of both."""
+        """Add the two."""
         total: Tensor = self.first(input) + self.second(input)
         return total

@@ -145,16 +145,16 @@ class OrthogonalConvolution(ParametrizedWeight):
         return not self._convolution.transposed and not self._applies_terms()
 
     def as_torch(self) -> nn.Module:
-        """A plain layer of torch, and padding layers where torch has no argument for the padding."""
+        """Return a plain layer of torch, with a padding layer in front where torch has no argument for the padding."""
         return self._convolution.plain(self.weight, self.bias, self.training)
 
     @property
     def truncation_error(self) -> float:
-        """Certified distance of the singular values from 1 that the method leaves besides rounding; 0 if none."""
+        """Certified distance of the singular values from 1 that the method leaves besides rounding; 0 if exact."""
         return self.parametrization.truncation_error
 
     def _options(self) -> Options:
-        """Arguments that a layer and its adjoint have in common."""
+        """Return the arguments that a layer and its adjoint have in common."""
         return {
             "kernel_size": self._kernel_argument,
             "stride": self.geometry.stride,
@@ -191,11 +191,11 @@ class OrthogonalConvolution(ParametrizedWeight):
             )
 
     def adjoint(self) -> OrthogonalConvolution:
-        """The transposed layer, without bias, that shares the free tensors of this one."""
+        """Return the layer, without bias, whose matrix is the transpose; it shares the free tensors of this one."""
         raise NotImplementedError
 
     def inverse(self) -> nn.Module:
-        """The exact inverse: the bias is taken off, then the adjoint is applied. Shares all parameters with this layer.
+        """Return the exact inverse, which takes off the bias and applies the adjoint; it shares all parameters.
 
         Raises:
             ValueError: if the layer is not square (it does not map to as many numbers as it reads), or not orthogonal.
@@ -245,7 +245,7 @@ class AffineInverse(nn.Module):
         return self.adjoint(y - self.bias.view(-1, *(1,) * self.adjoint.dims))  # type: ignore[no-any-return]
 
     def as_torch(self) -> nn.Module:
-        """A convolution with one tap of 1 that takes off the bias, then the plain adjoint."""
+        """Return a convolution with one tap of 1, which takes off the bias, and the plain adjoint."""
         channels, dims = len(self.bias), self.adjoint.dims
         shift = PLAIN_CONV[dims](channels, channels, 1, groups=channels, device="meta")
         copy_weights(shift, self.bias.new_ones(channels, 1, *(1,) * dims), -self.bias, self.training)
@@ -309,7 +309,7 @@ class _Convolution(OrthogonalConvolution):
         return self._convolution(input, self._current_weight(), self.bias)
 
     def adjoint(self) -> OrthogonalConvolution:
-        """The transposed layer, without bias, that shares the free tensors of this one.
+        """Return the transposed layer, without bias, which shares the free tensors of this one.
 
         With zero padding and integers for ``padding`` several input sizes give the same output size; torch's
         ``output_size`` says which one is meant.
@@ -398,7 +398,7 @@ class _TransposedConvolution(OrthogonalConvolution):
         return convolution(input, self._current_weight(), self.bias)
 
     def adjoint(self) -> OrthogonalConvolution:
-        """The convolution, without bias, that this layer is the adjoint of; shares the free tensors.
+        """Return the convolution, without bias, that this layer is the adjoint of; it shares the free tensors.
 
         Raises:
             ValueError: if zeros are added to the output that no convolution with these numbers would read.

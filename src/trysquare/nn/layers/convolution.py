@@ -70,13 +70,13 @@ class Convolution:
 
     @classmethod
     def of(cls, geometry: ConvGeometry, pads: Pads, mode: str) -> Convolution:
-        """The convolution of a layer, or the transposed one, with the numbers of its geometry."""
+        """Return the convolution, or the transposed one, with the numbers of a geometry."""
         numbers = geometry.kernel_size, geometry.stride, geometry.dilation, geometry.groups
         return cls(*numbers, pads, mode, geometry.transposed)
 
     @classmethod
     def same(cls, kernel_size: Sizes, stride: Sizes, dilation: Sizes, groups: int, mode: str) -> Convolution:
-        """The convolution whose outputs have the size of the input divided by the stride."""
+        """Return the convolution whose outputs have the size of the input divided by the stride."""
         unpadded = cls(kernel_size, stride, dilation, groups, (), mode)
         return replace(unpadded, pads=same_pads(unpadded.extent, stride))
 
@@ -91,16 +91,16 @@ class Convolution:
         return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel_size, self.dilation, strict=True))
 
     def adjoint(self) -> Convolution:
-        """Of a convolution, the transposed one, with the same kernel, to outputs of ``stride`` times the size."""
+        """Return the transposed convolution, with the same kernel, whose outputs have ``stride`` times the size."""
         axes = zip(self.pads, self.extent, self.stride, strict=True)
         return replace(self, transposed=True, pads=tuple((left, e - s - left) for (left, _), e, s in axes))
 
     def flipped(self) -> Convolution:
-        """Of a convolution with stride 1, the transposed one as a plain one, with the adjoint kernel."""
+        """Return the adjoint of a convolution without stride as a plain convolution, with the adjoint kernel."""
         return replace(self, pads=tuple((right, left) for left, right in self.pads))
 
     def to_size(self, sizes: Sequence[int], output_size: Sequence[int]) -> Convolution:
-        """Of a transposed convolution, the one that makes ``output_size`` of an input of ``sizes``.
+        """Return the transposed convolution that makes ``output_size`` of an input of ``sizes``.
 
         Raises:
             ValueError: if there is none.
@@ -185,7 +185,7 @@ class Convolution:
         return LatticeMap(kernel, self.stride, self.dilation, self.groups, tuple(-left for left, _ in self.pads))
 
     def plain(self, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
-        """The same with this kernel in plain layers of torch; padding is one where torch has no argument for it."""
+        """Return the same with this kernel in plain layers of torch; one pads where torch has no argument for it."""
         if not self.dims:
             plain = nn.Linear(kernel.shape[1], kernel.shape[0], bias is not None, device="meta")
             return copy_weights(plain, kernel, bias, training)
@@ -204,7 +204,7 @@ class Convolution:
         return nn.Sequential(pad[self.dims](tuple(self.flat_pads)), plain).train(training)
 
     def _torch_padding(self) -> Any:
-        """Torch's argument for the padding, if it has one."""
+        """Return torch's argument for the padding, if there is one."""
         if self.torch_pads is not None:
             return self.torch_pads
         # Torch's own layers with a stride have no padding "same".
@@ -212,7 +212,7 @@ class Convolution:
         return "same" if same and self.mode == "circular" else None
 
     def _plain_transposed(self, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
-        """A transposed convolution; a periodic extension of the input and a crop of the result wrap around."""
+        """Return a transposed convolution; an extension of the input and a crop of the result wrap around."""
         if self.mode == "zeros":
             return self._cropped(self.pads, kernel, bias, training)
         axes = list(zip(self.pads, self.extent, self.stride, strict=True))
@@ -228,7 +228,7 @@ class Convolution:
         return nn.Sequential(CIRCULAR_PAD[self.dims](tuple(flat_pads(reach))), plain).train(training)
 
     def _cropped(self, crops: Pads, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
-        """``nn.ConvTranspose*d`` with ``crops`` cut off its full output."""
+        """Return ``nn.ConvTranspose*d`` with ``crops`` cut off its full output."""
         padding, extra, rest = native_crop(crops, self.stride, self.dilation)
         plain = PLAIN_CONV_TRANSPOSE[self.dims](
             kernel.shape[0], kernel.shape[1] * self.groups, self.kernel_size, self.stride, padding, extra, self.groups,
@@ -244,7 +244,7 @@ class Convolution:
 
 
 def native_crop(crops: Pads, stride: Sizes, dilation: Sizes) -> tuple[Sizes, Sizes, Pads]:
-    """Torch's ``padding`` and ``output_padding`` that cut ``crops`` off a full transposed convolution, and the rest."""
+    """Return torch's ``padding`` and ``output_padding`` that cut off ``crops``, and what they leave to be cut."""
     starts, ends = zip(*crops, strict=True)
     limits = [max(s, d) for s, d in zip(stride, dilation, strict=True)]
     padding = tuple(min(start, end + limit - 1) for start, end, limit in zip(starts, ends, limits, strict=True))
@@ -254,7 +254,7 @@ def native_crop(crops: Pads, stride: Sizes, dilation: Sizes) -> tuple[Sizes, Siz
 
 
 def crops(geometry: ConvGeometry, padding: str | int | Sequence[int], output_padding: Sizes, mode: str) -> Pads:
-    """What to cut off both ends of the full transposed convolution, or to wrap around, for torch's arguments.
+    """Return what to cut off both ends of the full transposed convolution, or to wrap around, for torch's arguments.
 
     Raises:
         ValueError: if they do not fit each other.
@@ -280,7 +280,7 @@ def crops(geometry: ConvGeometry, padding: str | int | Sequence[int], output_pad
 
 
 def in_format_of(x: Tensor, y: Tensor) -> Tensor:
-    """``y`` with channels last in memory, if that is how ``x`` is."""
+    """Return ``y`` with channels last in memory, if that is how ``x`` lies there."""
     if x.is_contiguous() or y.ndim not in (4, 5) or x.ndim != y.ndim:
         return y
     last = torch.channels_last if y.ndim == 4 else torch.channels_last_3d
@@ -303,7 +303,7 @@ def circular_pad(x: Tensor, pads: Pads) -> Tensor:
 
 
 def circular_fold(full: Tensor, lefts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-    """Adjoint of ``circular_pad``: add position ``p`` to ``(p - left) mod size`` on each of the last axes."""
+    """Apply the adjoint of ``circular_pad``: add position ``p`` to ``(p - left) mod size`` on each of the last axes."""
     for axis, (left, size) in enumerate(zip(lefts, sizes, strict=True), start=-len(sizes)):
         length = full.shape[axis]
         front = -left % size
@@ -356,7 +356,7 @@ class _CircularConvolution(torch.autograd.Function):
 
 
 def _folded(full: Tensor, pads: list[int], shape: torch.Size) -> Tensor:
-    """``circular_fold`` in place, for what reaches at most one period past each edge."""
+    """Do as ``circular_fold``, in place, for what reaches at most one period past each edge."""
     for axis, (left, right) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
         axis = -1 - axis
         size = shape[axis]
@@ -391,5 +391,5 @@ def _is_for_training(x: Tensor, weight: Tensor) -> bool:
 
 
 def _no_leaf(tensor: Tensor) -> Tensor:
-    """The tensor, but about leaves the engine does not say whether their gradient is wanted."""
+    """Return a tensor that is no leaf: the engine does not say whether the gradient of a leaf is wanted."""
     return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor

@@ -37,7 +37,7 @@ __all__ = [
 
 
 class ImageSized(Caching):
-    """Numbers and inputs of a layer that is built anew for every size of the image, on a circular domain.
+    """A layer that is built anew for every size of the image, on a circular domain: its arguments and inputs.
 
     The convolution acts on the coarse side: after an invertible downsampling by the stride, or, in a transposed layer,
     before an upsampling.
@@ -71,7 +71,7 @@ class ImageSized(Caching):
         return self.groups, coarse, fine * prod(self.stride)
 
     def _batched(self, x: Tensor) -> Tensor:
-        """The input with a batch axis.
+        """Return the input with a batch axis.
 
         Raises:
             ValueError: if the shape is another one.
@@ -85,7 +85,7 @@ class ImageSized(Caching):
         return batched
 
     def coarse_sizes(self, sizes: Sizes) -> Sizes:
-        """Sizes of the domain on which the convolution acts, for an input of the given sizes.
+        """Return the sizes of the domain on which the convolution acts, for an input of the given sizes.
 
         Raises:
             ValueError: if the stride does not divide them.
@@ -110,10 +110,10 @@ class ImageSized(Caching):
         return depth_to_space(y, self.stride) if self.transposed and max(self.stride) > 1 else y
 
     def as_torch(self) -> nn.Module:
-        """There is no plain layer for every size.
+        """Refuse: no plain layer is the same for every size.
 
         Raises:
-            ValueError: always; ``at_size`` gives the plain layer for one size.
+            ValueError: always; ``at_size`` returns the plain layer for one size.
         """
         raise ValueError(
             f"{self._get_name()} has a kernel as large as the image, so no plain layer is the same for every size; "
@@ -121,7 +121,7 @@ class ImageSized(Caching):
         )
 
     def at_size(self, *sizes: int) -> nn.Module:
-        """The same function in plain ``torch.nn`` layers, for inputs of the given sizes only.
+        """Return the same function in plain ``torch.nn`` layers, for inputs of the given sizes only.
 
         Raises:
             ValueError: if the layer does not take inputs of these sizes.
@@ -152,15 +152,15 @@ def blocks_norm(blocks: Tensor, owner: str) -> float:
 def plain_layer(
     response: Tensor, sizes: Sizes, stride: Sizes, transposed: bool, bias: Tensor | None, dtype: torch.dtype
 ) -> nn.Module:
-    """Plain layers of torch for the blocks of a convolution on a coarse domain.
+    """Return plain layers of torch for the blocks of a convolution on a coarse domain.
 
     Args:
         response: ``(*frequencies, g, n, m prod(stride))``, with inputs downsampled by the stride.
-        sizes: of the coarse domain.
-        stride: of the convolution.
-        transposed: whether it is the adjoint that is wanted, from ``n`` to ``m`` channels.
-        bias: of the layer.
-        dtype: of the layer.
+        sizes: sizes of the coarse domain.
+        stride: stride of the convolution.
+        transposed: whether the adjoint is wanted, from ``n`` to ``m`` channels.
+        bias: bias of the layer.
+        dtype: dtype of the layer.
     """
     kernel = depth_to_space(explicit_kernel(response, sizes).flatten(0, 1), stride)
     fine = tuple(size * s for size, s in zip(sizes, stride, strict=True))
@@ -171,7 +171,7 @@ def plain_layer(
 
 
 class _FourierConvolution(ImageSized):
-    """Free kernel, response for the present size, and its cache."""
+    """A free kernel, the response that it has at the present size, and the cache of that."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class _FourierConvolution(ImageSized):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """A kernel near a random orthonormal matrix (``"lot"``) or of moderate rotations, and torch's bias."""
+        """Draw a kernel near a random orthonormal matrix (``"lot"``) or of moderate rotations, and torch's bias."""
         groups, n, m, *taps = self.weight.shape
         scale = 0.1 if self.method == "lot" else 1.0
         fresh = scale * torch.randn(self.weight.shape, dtype=torch.float64) / (max(n, m) * prod(taps)) ** 0.5
@@ -220,7 +220,7 @@ class _FourierConvolution(ImageSized):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def response(self, sizes: Sizes) -> Tensor:
-        """Orthonormal blocks on a coarse domain of the given sizes; kept in eval mode where no gradient is wanted."""
+        """Return orthonormal blocks for a coarse domain; in eval mode without gradients they are cached."""
         return self.cached(lambda: self._built(sizes), [self.weight], self._parameters, ["weight"], sizes)
 
     def _built(self, sizes: Sizes) -> Tensor:
@@ -252,7 +252,7 @@ class _FourierConvolution(ImageSized):
         return blocks_norm(used.to(torch.promote_types(at_least_float32(dtype), torch.complex64)), type(self).__name__)
 
     def equivalent_kernel_size(self, *sizes: int) -> tuple[int, ...]:
-        """Taps of the kernel on each axis, for an input of the given sizes: as many as the finer map has positions.
+        """Return the taps of the kernel on each axis, for an input of the given sizes: all positions of the finer map.
 
         On an axis with a single tap of the free kernel they are as many as the stride. ECO may have fewer, which are
         spread over the whole map: on each axis, of the domain after the stride, the smallest divisor of its size that
@@ -266,7 +266,7 @@ class _FourierConvolution(ImageSized):
         return tuple(count * s for count, s in zip(taps, self.stride, strict=True))
 
     def at_size(self, *sizes: int) -> nn.Module:
-        """The same function in plain ``torch.nn`` layers, for inputs of the given sizes only.
+        """Return the same function in plain ``torch.nn`` layers, for inputs of the given sizes only.
 
         Raises:
             ValueError: if the layer does not take inputs of these sizes.
@@ -299,7 +299,7 @@ class _FourierConvolution(ImageSized):
 
 class _Plain(_FourierConvolution):
     def adjoint(self) -> Any:
-        """The transposed layer, without bias, that shares the free kernel of this one."""
+        """Return the transposed layer, without bias, which shares the free kernel of this one."""
         twin = _TRANSPOSED[self.dims](
             self.out_channels, self.in_channels, self.kernel_size, self.stride, self.dilation, self.groups, bias=False,
             device="meta", method=self.method,

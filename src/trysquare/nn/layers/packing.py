@@ -34,7 +34,7 @@ class PackedKernels(Parametrization):
 
     @abstractmethod
     def build_kernels(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """The kernels, from the weight of each part and the extra free tensors."""
+        """Build the kernels from the weight of each part and the extra free tensors."""
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
@@ -45,21 +45,18 @@ class PackedKernels(Parametrization):
         return (*(shape for part in self.parts for shape in part.free_shapes), *self.extra)
 
     def draw(self) -> list[Tensor]:
-        """Fresh tensors of the parts, and zeros."""
         parts = [tensor for part in self.parts for tensor in part.draw()]
         return [*parts, *(torch.zeros(shape, dtype=torch.float64) for shape in self.extra)]
 
     def build(self, *free: Tensor) -> Tensor:
-        """All kernels in one vector."""
         return torch.cat([kernel.reshape(-1) for kernel in self.build_kernels(*self.parts_from(*free))])
 
     def parts_from(self, *free: Tensor) -> list[Tensor]:
-        """The weight of each part, and the extra free tensors: what ``build_kernels`` takes."""
+        """Return the weight of each part, and the extra free tensors: the arguments of ``build_kernels``."""
         owned, extra = self._owned(free)
         return [*(part.build(*own) for part, own in zip(self.parts, owned, strict=True)), *extra]
 
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
-        """As each of the parts does it."""
         owned, extra = self._owned(free)
         pairs = zip(self.parts, owned, strict=True)
         return [*(tensor for part, own in pairs for tensor in part.reconditioned(*own)), *extra]
@@ -72,7 +69,7 @@ class PackedKernels(Parametrization):
         )
 
     def _owned(self, free: tuple[Tensor, ...]) -> tuple[list[tuple[Tensor, ...]], tuple[Tensor, ...]]:
-        """The free tensors of each part, and the extra ones."""
+        """Return the free tensors of each part, and the extra ones."""
         owned, start = [], 0
         for part in self.parts:
             count = len(part.free_shapes)
@@ -85,6 +82,6 @@ class PackedKernels(Parametrization):
 
 
 def unpack(weight: Tensor, shapes: Shapes) -> list[Tensor]:
-    """The kernels as views of the vector."""
+    """Return the kernels as views of the vector."""
     parts = weight.split([prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

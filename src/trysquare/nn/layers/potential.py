@@ -37,11 +37,11 @@ class Contraction(Parametrization):
 
     @property
     def dims(self) -> int:
-        """Number of kernel axes."""
+        """Number of spatial axes of the kernel."""
         return len(self.shape) - 2
 
     def _by_group(self, tensor: Tensor) -> Tensor:
-        """Kernel or weights with the hidden channels of each group on an axis of their own, the second."""
+        """Return a kernel or weights with the hidden channels of each group on the second axis."""
         return tensor.unflatten(0, (self.groups, -1))
 
     def _draw_kernel(self) -> Tensor:
@@ -86,7 +86,7 @@ class _PotentialStep(Block):
         return residual_bound(first.identity(), first, second, self._circle([first, second], input_shape))
 
     def as_torch(self) -> nn.Module:
-        """The sum of the input and two plain layers with the activation between them."""
+        """Return the sum of the input and two plain layers with the activation between them."""
         return Sum(nn.Identity(), self._plain_branch(*self.kernels)).train(self.training)
 
 

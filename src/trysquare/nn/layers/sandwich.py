@@ -45,11 +45,10 @@ class SandwichMatrices(PackedKernels):
 
     @property
     def kernel_shapes(self) -> Shapes:
-        """First and second matrix."""
         return (self.hidden, self.inputs), (self.outputs, self.hidden)
 
     def build_kernels(self, *tensors: Tensor) -> list[Tensor]:
-        """Split, and scale by ``Ψ``."""
+        """Split the matrix, and scale both parts by ``Ψ``."""
         both, free_psi = tensors
         a, b = both[:, : self.outputs], both[:, self.outputs :]
         first, second = sandwich_pair(a, b, positive(free_psi).unsqueeze(-1))
@@ -73,7 +72,6 @@ class SandwichKernels(PackedKernels):
 
     @property
     def kernel_shapes(self) -> Shapes:
-        """First and second kernel."""
         plain, strided = (tuple(part.weight_shape) for part in self.parts[:2])
         if self.transposed:
             return plain, strided
@@ -81,7 +79,7 @@ class SandwichKernels(PackedKernels):
         return strided, (outputs * self.groups, hidden // self.groups, *taps)
 
     def build_kernels(self, *tensors: Tensor) -> list[Tensor]:
-        """Mix, and scale by ``Ψ``."""
+        """Mix the kernels by the matrix, and scale both by ``Ψ``."""
         plain, strided, matrix, free_psi = tensors
         psi = positive(free_psi).view(-1, *(1,) * (plain.ndim - 1))
         plain, strided = mix(matrix, plain, strided)
@@ -92,10 +90,10 @@ class SandwichKernels(PackedKernels):
 
 
 class _Sandwich(PackedBlock):
-    """The branch alone."""
+    """The branch without a shortcut."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """First kernel, activation, second kernel.
+        """Apply the first kernel, the activation and the second kernel.
 
         Raises:
             ValueError: if the padding is circular and the stride does not divide the input of a layer that is not
@@ -113,7 +111,7 @@ class _Sandwich(PackedBlock):
         return sandwich_bound(first, back, self._circle(maps, input_shape), psi)
 
     def as_torch(self) -> nn.Module:
-        """Two plain layers with the activation between them."""
+        """Return two plain layers with the activation between them."""
         return self._plain_branch(*self.kernels)
 
 

@@ -45,7 +45,7 @@ __all__ = [
 
 
 def _halves(kernel_size: Sizes) -> tuple[Sizes, Sizes]:
-    """Sizes of ``K`` and of ``pre`` and ``post``, whose compositions have ``kernel_size`` taps."""
+    """Return the sizes of ``K``, and of ``pre`` and ``post``, whose compositions have ``kernel_size`` taps."""
     inner = tuple(k // 2 + 1 for k in kernel_size)
     return inner, tuple(k + 1 - i for k, i in zip(kernel_size, inner, strict=True))
 
@@ -71,11 +71,10 @@ class FusedKernels(PackedKernels):
 
     @property
     def kernel_shapes(self) -> Shapes:
-        """Shortcut, first and second convolution of the branch."""
         return self._shapes
 
     def build_kernels(self, *tensors: Tensor) -> list[Tensor]:
-        """Multiply out."""
+        """Compose the kernels of the shortcut and of the branch."""
         pre, post, inner = tensors
         fine = compose(inner, pre, self.groups)
         strided = compose(post, adjoint(inner, self.groups), self.groups)
@@ -116,7 +115,7 @@ class _FusedBlock(ResamplingBlock):
             self._first, self._second = self._second.adjoint(), self._first.flipped()
 
     def _paddings(self, inner: Sizes, outer: Sizes) -> tuple[Pads, Pads, Pads]:
-        """Padding of ``post ∘ pre``, ``K ∘ pre`` and ``post ∘ Kᵀ``.
+        """Return the padding of ``post ∘ pre``, ``K ∘ pre`` and ``post ∘ Kᵀ``.
 
         The fused ones agree with the three single ones if every padding is the sum of those of its
         parts, and that of ``Kᵀ`` is that of ``K`` flipped.
@@ -133,7 +132,7 @@ class _FusedBlock(ResamplingBlock):
         return shortcut, fine, strided
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Shortcut plus branch.
+        """Add the branch to the shortcut.
 
         Raises:
             ValueError: if the padding is circular and the stride does not divide the input of a block that is not
@@ -179,7 +178,7 @@ class _FusedBlock(ResamplingBlock):
         return (theorem + rounded) * ROUND_UP
 
     def as_torch(self) -> nn.Module:
-        """The sum of a plain convolution, and two with the activation between them."""
+        """Return the sum of a plain convolution, and of two with the activation between them."""
         shortcut, first, second = self.kernels
         around = self._shortcut.plain(shortcut, None, self.training)
         return Sum(around, self._plain_branch(first, second)).train(self.training)
