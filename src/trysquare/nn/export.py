@@ -9,13 +9,22 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from trysquare.files import write_whole
+
+
+@runtime_checkable
+class PlainLayer(Protocol):
+    """A layer or block of ours that says what it is in plain torch."""
+
+    def as_torch(self) -> nn.Module:
+        """Return the same function, with the weights that it has now, in layers of ``torch.nn``."""
+        ...
 
 
 def to_torch(model: nn.Module, *, keep: tuple[type[nn.Module], ...] = ()) -> nn.Module:
@@ -41,9 +50,9 @@ def to_torch(model: nn.Module, *, keep: tuple[type[nn.Module], ...] = ()) -> nn.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    modules: list[Any] = [m for m in model.modules() if not isinstance(m, keep)]
+    modules = [m for m in model.modules() if not isinstance(m, keep)]
     # A copy that is given beforehand replaces the module wherever it occurs.
-    replaced: dict[int, Any] = {id(m): m.as_torch() for m in modules if callable(getattr(m, "as_torch", None))}
+    replaced: dict[int, object] = {id(m): m.as_torch() for m in modules if isinstance(m, PlainLayer)}
     return copy.deepcopy(model, replaced)
 
 

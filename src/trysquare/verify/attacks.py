@@ -115,7 +115,7 @@ def pgd_l2(
     return region.moved(best).to(images.device)
 
 
-def _check_attacked(model: Any, images: Any, box: Any) -> None:
+def _check_attacked(model: nn.Module, images: Tensor, box: Box) -> None:
     """Refuse models, images and boxes that cannot be attacked."""
     require_plain_module(model)
     if not isinstance(images, Tensor):
@@ -127,7 +127,7 @@ def _check_attacked(model: Any, images: Any, box: Any) -> None:
         raise ValueError(f"box={shown(box)} must be a smallest and a largest value of a pixel, or None")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """Whether a value is a number that a float can hold; an integer may be beyond all of them."""
     return isinstance(value, int | float) and (value in (-math.inf, math.inf) or abs(value) <= sys.float_info.max)
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +101,7 @@ def certified_radius(
     return _radii(margins, pairs[classes], lipschitz, classes, shrink)
 
 
-def checked_number(name: str, value: Any) -> float:
+def checked_number(name: str, value: object) -> float:
     """Return ``value`` as a float; it may be infinite, and may come in a tensor.
 
     Raises:
@@ -116,7 +116,7 @@ def checked_number(name: str, value: Any) -> float:
     if not real:
         raise TypeError(f"{name}={shown(value)} must be a number, at least 0")
     try:
-        number = float(value)
+        number = float(cast("float", value))
     except OverflowError:
         number = math.nan
     if not number >= 0:
@@ -157,7 +157,7 @@ def _radii(margins: Tensor, distances: Tensor, lipschitz: float, labels: Tensor,
     return torch.where(moves, radii, still).scatter(-1, labels.unsqueeze(-1), math.inf).amin(-1).clamp_min(0.0)
 
 
-def checked_logits(logits: Any) -> Tensor:
+def checked_logits(logits: object) -> Tensor:
     """Return the logits in float64 on the CPU."""
     if isinstance(logits, Tensor):
         require_dense("logits", logits)
@@ -505,7 +505,7 @@ def batches_of(data: Data, batch_size: int) -> tuple[Batches, int]:
     return batches, len(batches) if hasattr(batches, "__len__") else 0
 
 
-def pairs(batches: Any) -> Iterator[tuple[Tensor, Tensor]]:
+def pairs(batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield images and labels, after a check that each batch consists of these.
 
     Raises:

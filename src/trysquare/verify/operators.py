@@ -44,10 +44,10 @@ _HARMLESS = frozenset(
     """.split()
 )
 # The code of classes as it was when they were made known.
-_KNOWN: dict[type, dict[str, Any]] = {}
+_KNOWN: dict[type, dict[str, object]] = {}
 
 
-def _code_of(cls: type) -> dict[str, Any]:
+def _code_of(cls: type) -> dict[str, object]:
     kinds = (staticmethod, classmethod, property)
     # The way in is watched while something is traced, and compilers put something around constructors.
     left_out = {"__call__", *_HARMLESS}

@@ -14,7 +14,7 @@ from trysquare.naming import refuse_arguments
 from trysquare.nn.geometry import ConvGeometry, Pads, Size, Sizes, check_groups, check_padding_mode, per_axis
 from trysquare.nn.layers.activations import with_slopes_in_unit_interval
 from trysquare.nn.layers.convolution import Convolution
-from trysquare.nn.layers.packing import PackedKernels, unpack
+from trysquare.nn.layers.packing import PackedKernels, Shapes, unpack
 from trysquare.nn.linalg.lattice import LatticeMap, circle_around
 from trysquare.nn.linalg.operator import checked_weight
 from trysquare.nn.linalg.precision import full_precision
@@ -29,6 +29,7 @@ class Block(ParametrizedWeight):
     """
 
     activation: nn.Module
+    _first_shape: tuple[int, ...]
     transposed: ClassVar[bool] = False
     _first: Convolution
     _second: Convolution
@@ -82,6 +83,8 @@ class Block(ParametrizedWeight):
 class PackedBlock(Block):
     """A block whose kernels are laid out in one vector, the ``weight``."""
 
+    _kernel_shapes: Shapes
+
     @property
     def kernels(self) -> list[Tensor]:
         """The kernels, in the order of ``parametrization.kernel_shapes``."""
@@ -101,8 +104,8 @@ class PackedBlock(Block):
             weights = made.parts_from(*(tensor.detach() for tensor in self.free_tensors))
         return [checked_weight(weight, type(self).__name__) for weight in weights]
 
-    def _finish(self, parametrization: Any, *args: Any) -> None:
-        self._kernel_shapes = parametrization.kernel_shapes
+    def _finish(self, parametrization: Parametrization, *args: Any) -> None:
+        self._kernel_shapes = cast("PackedKernels", parametrization).kernel_shapes
         super()._finish(parametrization, *args)
 
 

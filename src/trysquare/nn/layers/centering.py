@@ -19,7 +19,7 @@ class _SumOverRanks(torch.autograd.Function):
     """Sum of a tensor over the ranks of a process group; the gradient is summed in the same way."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
         total = tensor.clone()
         dist.all_reduce(total, group=group)
@@ -32,7 +32,7 @@ class _SumOverRanks(torch.autograd.Function):
         return total, None
 
 
-def _several_ranks(group: Any) -> bool:
+def _several_ranks(group: dist.ProcessGroup | None) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
@@ -70,7 +70,7 @@ class BatchCentering(nn.Module):
         bias: bool = True,
         device: Device = None,
         dtype: torch.dtype | None = None,
-        process_group: Any = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         positive("num_features", num_features)

@@ -8,9 +8,9 @@ for below.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +31,14 @@ from trysquare.nn.linalg.operator import LinearOperator
 from trysquare.nn.linalg.precision import apply_function, each_as_autocast, full_precision
 from trysquare.nn.parametrizations.base import copy_weights
 
-PLAIN_CONV: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-PLAIN_CONV_TRANSPOSE: dict[int, Any] = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
-CIRCULAR_PAD: dict[int, Any] = {1: nn.CircularPad1d, 2: nn.CircularPad2d, 3: nn.CircularPad3d}
-ZERO_PAD: dict[int, Any] = {1: nn.ZeroPad1d, 2: nn.ZeroPad2d, 3: nn.ZeroPad3d}
+PLAIN_CONV: dict[int, Callable[..., nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+PLAIN_CONV_TRANSPOSE: dict[int, Callable[..., nn.Module]] = {
+    1: nn.ConvTranspose1d,
+    2: nn.ConvTranspose2d,
+    3: nn.ConvTranspose3d,
+}
+CIRCULAR_PAD: dict[int, Callable[..., nn.Module]] = {1: nn.CircularPad1d, 2: nn.CircularPad2d, 3: nn.CircularPad3d}
+ZERO_PAD: dict[int, Callable[..., nn.Module]] = {1: nn.ZeroPad1d, 2: nn.ZeroPad2d, 3: nn.ZeroPad3d}
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ class Convolution:
             return F.linear(x, kernel, bias)
         if self.transposed:
             return in_format_of(x, self._spread(x, kernel, bias))
-        padding: Any = 0
+        padding: int | Sizes = 0
         if self.mode == "circular":
             sizes = x.shape[-self.dims :]
             if any(size % stride for size, stride in zip(sizes, self.stride, strict=True)):
@@ -148,7 +152,7 @@ class Convolution:
         return in_format_of(x, CONV[self.dims](x, kernel, bias, self.stride, padding, self.dilation, self.groups))
 
     def _spread(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
-        transpose: Any = CONV_TRANSPOSE[self.dims]
+        transpose = CONV_TRANSPOSE[self.dims]
         if self.mode == "circular":
             full = transpose(x, kernel, None, self.stride, 0, 0, self.groups, self.dilation)
             sizes = tuple(size * s for size, s in zip(x.shape[-self.dims :], self.stride, strict=True))
@@ -203,7 +207,7 @@ class Convolution:
         pad = CIRCULAR_PAD if self.mode == "circular" else ZERO_PAD
         return nn.Sequential(pad[self.dims](tuple(self.flat_pads)), plain).train(training)
 
-    def _torch_padding(self) -> Any:
+    def _torch_padding(self) -> Sizes | Literal["same"] | None:
         """Return torch's argument for the padding, if there is one."""
         if self.torch_pads is not None:
             return self.torch_pads
@@ -321,7 +325,9 @@ class _CircularConvolution(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, pads: list[int], numbers: tuple[Any, ...]) -> Tensor:
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor | None, pads: list[int], numbers: tuple[Sizes, list[int], Sizes, int]
+    ) -> Tensor:
         return CONV[x.ndim - 2](_around(x, pads), weight, bias, *numbers)
 
     @staticmethod

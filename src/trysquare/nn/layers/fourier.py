@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class ImageSized(Caching):
         channels: tuple[int, int],
         sizes: tuple[Size, Size, Size],
         groups: int,
-        others: dict[str, Any],
+        others: dict[str, object],
     ) -> None:
         why = "the domain is always circular, and the output as large as the input / stride; leave it out"
         refuse_arguments(self._get_name(), others, padding=why, padding_mode=why, output_padding=why)
@@ -186,7 +186,7 @@ class _FourierConvolution(ImageSized):
         dtype: torch.dtype | None = None,
         *,
         method: str = "cayley",
-        **others: Any,
+        **others: object,
     ) -> None:
         super().__init__()
         if method in METHODS:
@@ -298,7 +298,7 @@ class _FourierConvolution(ImageSized):
 
 
 class _Plain(_FourierConvolution):
-    def adjoint(self) -> Any:
+    def adjoint(self) -> _FourierConvolution:
         """Return the transposed layer, without bias, which shares the free kernel of this one."""
         twin = _TRANSPOSED[self.dims](
             self.out_channels, self.in_channels, self.kernel_size, self.stride, self.dilation, self.groups, bias=False,
@@ -379,7 +379,7 @@ class FourierOrthoConvTranspose3d(_Transposed):
     dims = 3
 
 
-_TRANSPOSED: dict[int, Any] = {
+_TRANSPOSED: dict[int, type[_Transposed]] = {
     1: FourierOrthoConvTranspose1d,
     2: FourierOrthoConvTranspose2d,
     3: FourierOrthoConvTranspose3d,

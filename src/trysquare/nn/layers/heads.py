@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from trysquare.nn.layers.linear import ParametrizedLinear
 from trysquare.nn.linalg.margins import least_radius
 from trysquare.nn.linalg.rescaling import unit_rows
 from trysquare.nn.parametrizations import Parametrization
-from trysquare.nn.parametrizations.base import Device, factory_of
+from trysquare.nn.parametrizations.base import Device, Factory, factory_of
 
 __all__ = ["UnitNormLinear"]
 
@@ -20,7 +20,7 @@ __all__ = ["UnitNormLinear"]
 class UnitRows(Parametrization):
     """A matrix with rows of norm 1, from a free matrix; its rows of zeros count as rows of the identity."""
 
-    def __init__(self, shape: tuple[int, int], **factory: Any) -> None:
+    def __init__(self, shape: tuple[int, int], **factory: Unpack[Factory]) -> None:
         super().__init__(**factory)
         self.shape = shape
 

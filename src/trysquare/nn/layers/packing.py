@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
 from trysquare.nn.parametrizations import Parametrization
+from trysquare.nn.parametrizations.base import Factory
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -22,9 +23,9 @@ class PackedKernels(Parametrization):
     parts, then those of ``extra`` shapes, which start at 0.
     """
 
-    def __init__(self, parts: Sequence[Any], extra: Shapes = (), **factory: Any) -> None:
+    def __init__(self, parts: Sequence[Parametrization], extra: Shapes = (), **factory: Unpack[Factory]) -> None:
         super().__init__(**factory)
-        self.parts: Any = nn.ModuleList(parts)
+        self.parts = cast("Sequence[Parametrization]", nn.ModuleList(parts))
         self.extra = extra
 
     @property

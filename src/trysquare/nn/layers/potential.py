@@ -9,7 +9,7 @@ becomes a contraction.
 from __future__ import annotations
 
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from trysquare.nn.parametrizations.base import Device, Factory, factory_of
 class Contraction(Parametrization):
     """A kernel ``(hidden, channels / groups, *k)`` of norm at most 1 on every domain; groups are independent."""
 
-    def __init__(self, shape: tuple[int, ...], groups: int = 1, **factory: Any) -> None:
+    def __init__(self, shape: tuple[int, ...], groups: int = 1, **factory: Unpack[Factory]) -> None:
         super().__init__(**factory)
         self.shape, self.groups = shape, groups
 

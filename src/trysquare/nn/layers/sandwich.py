@@ -8,7 +8,7 @@ convolution ``A`` with a stride one that makes them larger.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from trysquare.nn.linalg.kernels import adjoint
 from trysquare.nn.linalg.lattice import sandwich_bound
 from trysquare.nn.linalg.rescaling import positive
 from trysquare.nn.linalg.sandwich import mix, sandwich_pair
-from trysquare.nn.parametrizations import OrthonormalMatrix
+from trysquare.nn.parametrizations import OrthonormalMatrix, Parametrization
 from trysquare.nn.parametrizations.base import Device, Factory, factory_of
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
 class SandwichMatrices(PackedKernels):
     """``√2 Ψ⁻¹ B`` and ``√2 Aᵀ Ψ`` for one orthonormal matrix ``[A B]`` and free factors ``Ψ``."""
 
-    def __init__(self, inputs: int, outputs: int, hidden: int, orthogonalizer: str, **factory: Any) -> None:
+    def __init__(self, inputs: int, outputs: int, hidden: int, orthogonalizer: str, **factory: Unpack[Factory]) -> None:
         both = OrthonormalMatrix((hidden, outputs + inputs), orthogonalizer, **factory)
         super().__init__((both,), ((hidden,),), **factory)
         self.inputs, self.outputs, self.hidden = inputs, outputs, hidden
@@ -63,7 +63,13 @@ class SandwichKernels(PackedKernels):
     """
 
     def __init__(
-        self, plain: Any, strided: Any, groups: int, transposed: bool, orthogonalizer: str, **factory: Any
+        self,
+        plain: Parametrization,
+        strided: Parametrization,
+        groups: int,
+        transposed: bool,
+        orthogonalizer: str,
+        **factory: Unpack[Factory],
     ) -> None:
         hidden = plain.weight_shape[0]
         matrix = OrthonormalMatrix((groups, hidden // groups, 2 * hidden // groups), orthogonalizer, **factory)

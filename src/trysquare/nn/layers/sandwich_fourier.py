@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from math import prod
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +123,7 @@ class _FourierSandwich(ImageSized):
         dtype: torch.dtype | None = None,
         *,
         activation: nn.Module | None = None,
-        **others: Any,
+        **others: object,
     ) -> None:
         super().__init__()
         self._set_numbers((in_channels, out_channels), (kernel_size, stride, dilation), groups, others)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Self
+from typing import Self
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from trysquare.nn.geometry import ConvGeometry
 from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.linalg.precision import as_autocast
-from trysquare.nn.parametrizations.soc import SOC
+from trysquare.nn.parametrizations import SOC, Parametrization
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Series:
     matrix: Convolution
 
     @classmethod
-    def of(cls, parametrization: Any, geometry: ConvGeometry, whole: Convolution) -> Self | None:
+    def of(cls, parametrization: Parametrization, geometry: ConvGeometry, whole: Convolution) -> Self | None:
         """Return the series of a layer, if it takes fewer products than the ``whole`` kernel and does the same.
 
         It does not with zeros around the map, which every term would meet anew, nor where the padding is less than

@@ -21,7 +21,7 @@ With zero padding the hidden map is cut off at the border. That is an activation
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from trysquare.nn.layers.packing import PackedKernels, Shapes
 from trysquare.nn.layers.sll import RowContraction
 from trysquare.nn.linalg.kernels import adjoint, compose
 from trysquare.nn.linalg.lattice import ROUND_UP, SMALL, LatticeMap, residual_bound, tap_norms
+from trysquare.nn.parametrizations import Parametrization
 from trysquare.nn.parametrizations.base import Factory
 
 __all__ = [
@@ -57,7 +58,14 @@ class FusedKernels(PackedKernels):
     ``post ∘ pre`` and ``post ∘ Kᵀ`` for transposed convolutions, and ``-2 (K ∘ pre)ᵀ``.
     """
 
-    def __init__(self, pre: Any, post: Any, inner: RowContraction, transposed: bool, **factory: Any) -> None:
+    def __init__(
+        self,
+        pre: Parametrization,
+        post: Parametrization,
+        inner: RowContraction,
+        transposed: bool,
+        **factory: Unpack[Factory],
+    ) -> None:
         super().__init__((pre, post, inner), **factory)
         self.groups, self.transposed = inner.groups, transposed
         (_, inputs, *outer), (hidden, _, *middle) = pre.weight_shape, inner.weight_shape
