@@ -1,4 +1,4 @@
-"""Models in plain torch, and in files that need nothing of ours."""
+"""Models in plain torch, and in files that run without this library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trysquare.files import write_whole
 
 @runtime_checkable
 class PlainLayer(Protocol):
-    """A layer or block of ours that says what it is in plain torch."""
+    """A layer or block that says what it is in plain torch."""
 
     def as_torch(self) -> nn.Module:
         """Return the same function, with the weights that it has now, in layers of ``torch.nn``."""
@@ -28,7 +28,7 @@ class PlainLayer(Protocol):
 
 
 def to_torch(model: nn.Module, *, keep: tuple[type[nn.Module], ...] = ()) -> nn.Module:
-    """Copy a model with every layer of ours replaced by plain ``torch.nn`` layers of the same function.
+    """Copy a model with every layer of this library replaced by plain ``torch.nn`` layers of the same function.
 
     Replaced is every module that has a method ``as_torch``, which returns a plain module: layers
     and blocks whose weights are functions of free tensors. Activations, pooling and the like have
@@ -39,7 +39,7 @@ def to_torch(model: nn.Module, *, keep: tuple[type[nn.Module], ...] = ()) -> nn.
 
     Args:
         model: any model.
-        keep: classes of ours that are copied as they are.
+        keep: classes of this library that are copied as they are.
 
     Raises:
         ValueError: if the model holds a convolution whose kernel depends on the size of the image.
@@ -60,7 +60,7 @@ def with_fixed_weights(model: nn.Module) -> nn.Module:
     """Copy a model with every parametrized tensor replaced by its present value, and no gradients for parameters.
 
     The layers stay what they are (``to_torch`` also makes them plain), so the copy computes the same function bit for
-    bit, builds no weights, and can be cast to float64 without their being built anew. Fourier layers, whose weights
+    bit, builds no weights, and can be cast to float64 without being built again. Fourier layers, whose weights
     depend on the image size, are copied as they are. The original is not touched.
 
     >>> copy = ts.export.with_fixed_weights(nn.Sequential(OrthoLinear(4, 4)))
@@ -85,7 +85,7 @@ def _fix(module: Any, values: dict[str, torch.Tensor]) -> None:
 
 
 FORMATS = {"torch": "model.pt2", "onnx": "model.onnx"}
-"""File formats that need nothing of ours to run, with the usual name of a file."""
+"""File formats that run without this library, with the usual name of a file."""
 
 # Largest difference of outputs at which a file counts as the same function.
 _SAME = 1e-5

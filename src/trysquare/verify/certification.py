@@ -145,10 +145,10 @@ def _radii(margins: Tensor, distances: Tensor, lipschitz: float, labels: Tensor,
     logits that no input can change is safe at every radius if it is positive, and lost if it is not.
     """
     parts = (torch.frexp(torch.as_tensor(t, dtype=torch.float64)) for t in (margins, distances, lipschitz))
-    (top, above), (distance, below), (constant, besides) = parts
+    (top, above), (distance, below), (constant, beside) = parts
     moves = (distances > 0) & (lipschitz > 0)
     fraction = top / torch.where(moves, distance * constant, 1.0) * _ROUND_DOWN
-    exponents = (above - below - besides + exponent).double()
+    exponents = (above - below - beside + exponent).double()
     half = (exponents / 2).floor()  # in two factors: 2^1074 is not a float64
     radii = (fraction * 2.0**half * 2.0 ** (exponents - half)).clamp_max(sys.float_info.max)
     radii = torch.where(radii > 0, torch.nextafter(radii, torch.zeros_like(radii)), radii)
@@ -232,7 +232,7 @@ class Certificate:
         pairwise: whether the last layer was used pair by pair of classes.
         rounding: largest bound on the rounding error of a margin in float64, which is taken off: proved.
         reserves: how much shorter the radii are for the model as it runs, where twice ``evaluation_error``, and one
-            rounding of the logits, is taken off the margins besides: measured, not proved.
+            rounding of the logits, is also taken off the margins: measured, not proved.
         evaluation_error: largest difference between a margin of the model as it runs and in float64, seen at some of
             the images and at noisy copies of them.
         measured_samples: number of those images.

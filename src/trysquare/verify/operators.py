@@ -1,6 +1,6 @@
 """Linear layers of torch read into linear operators, and what must hold before a layer is taken at its word.
 
-Layers of ours say themselves what they are (``linalg.operator.LinearLayer``).
+Layers of this library say themselves which operator they are (``linalg.operator.LinearLayer``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _TORCHS_OWN = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
 AnyConvolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
-# What a class may define anew without computing something else.
+# What a subclass may define without computing something else.
 _HARMLESS = frozenset(
     """
     __init__ __module__ __doc__ __qualname__ __annotations__ __dict__ __weakref__ __getstate__ __setstate__
@@ -92,7 +92,7 @@ def as_defined(module: nn.Module, cls: type) -> bool:
 
 
 def unknown_hooks(module: nn.Module) -> list[Callable[..., object]]:
-    """Hooks by which a call of a module does anything besides its forward pass and setting its weight."""
+    """Return the hooks by which a call of a module does more than its forward pass and setting its weight."""
     before, after = hooks_of(module)
     return [*(hook for hook in before if not isinstance(hook, WEIGHT_HOOKS)), *after]
 
@@ -103,7 +103,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def read_layer(layer: nn.Module, input_shape: Sequence[int]) -> LinearOperator:
-    """Read a linear or convolution layer of torch or ours, on inputs of ``input_shape`` (without the batch).
+    """Read a linear or convolution layer of torch or this library, on inputs of ``input_shape`` (without the batch).
 
     Raises:
         TypeError: if the layer is of another kind, or a subclass that computes something else.
@@ -148,10 +148,10 @@ def read_layer(layer: nn.Module, input_shape: Sequence[int]) -> LinearOperator:
 
 
 def _kind(layer: nn.Module) -> type | None:
-    """The class of torch, or of ours that knows its operator, whose function the layer computes."""
+    """Return the class whose function the layer computes: one of torch, or one that knows its operator."""
     for cls in type(layer).__mro__:
-        ours = is_ours(cls) and issubclass(cls, LinearLayer)
-        if (ours or cls in _TORCHS_OWN) and as_defined(layer, cls):
+        knows_its_operator = is_ours(cls) and issubclass(cls, LinearLayer)
+        if (knows_its_operator or cls in _TORCHS_OWN) and as_defined(layer, cls):
             return cls
     return None
 

@@ -60,7 +60,7 @@ def singular_values(layer: nn.Module, input_shape: Sequence[int]) -> Tensor:
     written as a dense matrix for each group.
 
     Args:
-        layer: a linear or convolution layer, of torch or ours. The bias is left out.
+        layer: a linear or convolution layer, of torch or this library. The bias is left out.
         input_shape: shape of one input without the batch, such as ``(64, 32, 32)``.
 
     Returns:
@@ -160,7 +160,7 @@ def extreme_singular_values(
     matrix-free Lanczos iteration (Golub-Kahan) on the layer itself finds them.
 
     Args:
-        layer: a linear or convolution layer, of torch or ours.
+        layer: a linear or convolution layer, of torch or this library.
         input_shape: shape of one input without the batch.
         steps: largest number of applications of the layer and its adjoint.
         tolerance: error, relative to the largest singular value, at which the iteration stops.
@@ -226,7 +226,7 @@ def spectral_norm_bound(layer: nn.Module, input_shape: Sequence[int] | None = No
     ``4e11`` operations) gets the bound that holds for every size.
 
     Args:
-        layer: a linear or convolution layer, of torch or ours.
+        layer: a linear or convolution layer, of torch or this library.
         input_shape: shape of one input without the batch; ``None`` for a bound that holds for every size at once.
 
     Raises:

@@ -188,7 +188,7 @@ class ResamplingBlock(PackedBlock):
 
 
 class Sum(nn.Module):
-    """``first(x) + second(x)``: what exported residual blocks are made of, besides layers of torch."""
+    """``first(x) + second(x)``, which exported residual blocks need in addition to layers of torch."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()

@@ -57,7 +57,7 @@ class OrthogonalConvolution(ParametrizedWeight):
     _series: Series | None
     _padding_argument: str | Size
     _note: str
-    _kernel_argument: Sizes
+    _kernel_argument: Size
 
     def _plan(
         self,
@@ -93,7 +93,7 @@ class OrthogonalConvolution(ParametrizedWeight):
     ) -> None:
         """Keep the arguments and parametrize the weight, once torch's constructor has run."""
         self.geometry, self.method, self.orthogonalizer = geometry, method, orthogonalizer
-        self._kernel_argument, self._padding_argument = per_axis("kernel_size", kernel_size, self.dims), padding
+        self._kernel_argument, self._padding_argument = kernel_size, padding
         self.options, self._convolution = options, convolution
         made_by: Any = METHODS[method]
         made = made_by(geometry, orthogonalizer, **options, device=self.weight.device, dtype=self.weight.dtype)
@@ -150,7 +150,7 @@ class OrthogonalConvolution(ParametrizedWeight):
 
     @property
     def truncation_error(self) -> float:
-        """Certified distance of the singular values from 1 that the method leaves besides rounding; 0 if exact."""
+        """Certified distance of the singular values from 1 that the method leaves, rounding apart; 0 if it is exact."""
         return self.parametrization.truncation_error
 
     def _options(self) -> Options:
@@ -228,8 +228,8 @@ class OrthogonalConvolution(ParametrizedWeight):
         variant = ", parsimonious=True" if self.geometry.parsimonious else ""
         options = "".join(f", {name}={value}" for name, value in self.options.items())
         by = f", orthogonalizer={self.orthogonalizer}" if find_method(self.method).uses_orthogonalizer else ""
-        ours = f"method={self.method}{by}{variant}{options}{self._note}"
-        return f"{super().extra_repr()}{mode}, {ours}"
+        construction = f"method={self.method}{by}{variant}{options}{self._note}"
+        return f"{super().extra_repr()}{mode}, {construction}"
 
 
 class AffineInverse(nn.Module):
@@ -451,8 +451,8 @@ class OrthoConv2d(_Convolution, nn.Conv2d):
             ``trysquare.linalg.ORTHOGONALIZERS``.
         parsimonious: with a stride and no more outputs than inputs, use the paper's cheaper and
             less expressive kernel.
-        options: what the method has besides; ``trysquare.METHODS[method].options`` names them, and its class says
-            what they mean.
+        options: further options of the method; ``trysquare.METHODS[method].options`` names them, and its class
+            explains them.
 
     Raises:
         ValueError: if no orthogonal layer has these numbers, naming them and a way out.

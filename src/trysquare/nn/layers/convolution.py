@@ -1,9 +1,8 @@
 """One convolution: its numbers, and how it is applied, transposed, exported and read as a linear operator.
 
-Everything that convolves in this library, plain or transposed, in one to three dimensions, does it here:
-``Convolution`` knows stride, dilation, groups, padding and its mode, and gets the kernel from whoever owns it. Torch
-has circular padding for plain convolutions only, and keeps a padded copy of the input for backward; both are made good
-for below.
+All layers that convolve, plain or transposed, in one to three dimensions, do it by a ``Convolution``. It knows stride,
+dilation, groups, padding and its mode, and is given the kernel. Torch has circular padding for plain convolutions only,
+and keeps a padded copy of the input for backward; the second half of this file makes up for both.
 """
 
 from __future__ import annotations
@@ -68,9 +67,9 @@ class Convolution:
     torch_pads: Sizes | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "flat_pads", flat_pads(self.pads))
         alike = all(left == right for left, right in self.pads)
         object.__setattr__(self, "torch_pads", tuple(left for left, _ in self.pads) if alike else None)
+        object.__setattr__(self, "flat_pads", flat_pads(self.pads))
 
     @classmethod
     def of(cls, geometry: ConvGeometry, pads: Pads, mode: str) -> Convolution:
@@ -320,8 +319,8 @@ def circular_fold(full: Tensor, lefts: tuple[int, ...], sizes: tuple[int, ...]) 
 class _CircularConvolution(torch.autograd.Function):
     """Convolution of the periodic extension of ``x``.
 
-    Backward extends ``x`` anew. Torch's own two steps keep the extended copy besides ``x``, which the layer before
-    keeps anyway, and fold its gradient through one copy of all of it for each edge.
+    Backward extends ``x`` again. Torch's own two steps keep the extended copy in addition to ``x``, which the layer
+    before keeps anyway, and fold its gradient through one copy of all of it for each edge.
     """
 
     @staticmethod

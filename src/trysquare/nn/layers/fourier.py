@@ -37,7 +37,7 @@ __all__ = [
 
 
 class ImageSized(Caching):
-    """A layer that is built anew for every size of the image, on a circular domain: its arguments and inputs.
+    """A layer whose kernel is built for the size of the image at hand, on a circular domain.
 
     The convolution acts on the coarse side: after an invertible downsampling by the stride, or, in a transposed layer,
     before an upsampling.

@@ -260,7 +260,7 @@ class LinearOperator:
 
 @runtime_checkable
 class LinearLayer(Protocol):
-    """A layer of ours that is linear but for its bias, and says as what operator."""
+    """A layer that is linear but for its bias, and says which operator it is."""
 
     def linear_operator(self, input_shape: Sequence[int], weight: Tensor | None = None) -> LinearOperator:
         """Return the layer without its bias as a linear operator.
@@ -277,7 +277,7 @@ class LinearLayer(Protocol):
 
 @runtime_checkable
 class LipschitzLayer(Protocol):
-    """A layer or block of ours that has a constant as a whole, which the calls that it makes do not show."""
+    """A layer or block with a Lipschitz constant that follows from a theorem, not from the calls that it makes."""
 
     def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
         """Return a certified upper bound on the l2 Lipschitz constant, with the weights that a forward pass uses.
