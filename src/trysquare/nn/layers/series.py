@@ -40,9 +40,9 @@ class Series:
     def of(cls, parametrization: Parametrization, geometry: ConvGeometry, whole: Convolution) -> Self | None:
         """Return the series of a layer, if it takes fewer products than the ``whole`` kernel and does the same.
 
-        It does not do the same with zeros around the map, because every term would be padded; nor where the padding is
-        less than that of the terms; nor where there is a stride but no matrix to do it. Each term is rounded, and the rest of
-        the series amplifies that up to ``exp(norm)`` times.
+        It does not do the same with zeros around the map, because every term would be padded, nor where the padding is
+        less than that of the terms, nor where there is a stride but no matrix to do it. Each term is rounded, and the
+        rest of the series amplifies that up to ``exp(norm)`` times.
         """
         if not isinstance(parametrization, SOC) or whole.mode != "circular" or parametrization.norm > 1:
             return None
