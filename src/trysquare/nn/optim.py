@@ -70,7 +70,7 @@ class ProjUNN(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
-        """One step for every parameter that has a gradient.
+        """Take a step with every parameter that has a gradient.
 
         Args:
             closure: evaluates the model again and returns the loss.

@@ -53,7 +53,7 @@ class LatticeMap:
 
     @classmethod
     def of_matrix(cls, matrix: Tensor) -> LatticeMap:
-        """A matrix: one tap on one position."""
+        """Return a matrix as a map: one tap on one position."""
         return cls(matrix[..., None], (1,), (1,), 1, (0,))
 
     @property
@@ -62,32 +62,32 @@ class LatticeMap:
         return tuple(d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel.shape[2:], strict=True))
 
     def identity(self) -> LatticeMap:
-        """The map that changes nothing, on the channels that this one reads."""
+        """Return the map that changes nothing, on the channels that this one reads."""
         channels = self.kernel.shape[1]
         eye = torch.eye(channels, dtype=torch.float64).repeat(self.groups, 1)
         return replace(self, kernel=eye.view(*eye.shape, *(1,) * len(self.start)), start=(0,) * len(self.start))
 
     def transposed(self) -> LatticeMap:
-        """The adjoint of a map without stride."""
+        """Return the adjoint of a map without stride."""
         start = tuple(1 - e - s for e, s in zip(self.extent, self.start, strict=True))
         return replace(self, kernel=adjoint(self.kernel, self.groups), start=start)
 
     def after(self, before: LatticeMap) -> LatticeMap:
-        """First ``before``, which has no stride, then this one."""
+        """Return the map that applies ``before``, which has no stride, then this one."""
         start = tuple(a + b for a, b in zip(self.start, before.start, strict=True))
         return replace(self, kernel=compose(self.kernel, before.kernel, self.groups), start=start)
 
     def with_hidden(self, factors: Tensor) -> LatticeMap:
-        """Output channels multiplied by factors."""
+        """Return the map with its output channels multiplied by factors."""
         return replace(self, kernel=self.kernel * factors.view(-1, *(1,) * (self.kernel.ndim - 1)))
 
     def norm(self, circle: Sizes) -> float:
-        """Certified norm on a circle of so many outputs."""
+        """Return the certified norm on a circle of so many outputs."""
         return _norm(polyphase(self.kernel, self.stride, self.dilation, self.groups), circle)
 
 
 def circle_around(maps: list[LatticeMap], coarse: Sizes, stride: Sizes, circular: bool) -> Sizes:
-    """Sizes of a circle, on the coarse side, that has a block of maps as a part.
+    """Return the sizes of a circle, on the coarse side, that has a block of maps as a part.
 
     Args:
         maps: the maps of the block.
@@ -102,7 +102,7 @@ def circle_around(maps: list[LatticeMap], coarse: Sizes, stride: Sizes, circular
 
 
 def residual_bound(shortcut: LatticeMap, first: LatticeMap, second: LatticeMap, circle: Sizes) -> float:
-    """Bound on ``A + S D T`` for all ``D``; infinite where the three maps have nothing to do with each other.
+    """Bound ``|A + S D T|`` for all ``D``; infinite where the three maps have nothing to do with each other.
 
     For every diagonal ``E >= 0``, ``A + S D T = A (I - Tᵀ E D T) + (S + A Tᵀ E) D T``, and the matrix in the first
     brackets is symmetric with eigenvalues from ``1 - |√E T|²`` to 1. So the norm is at most
@@ -150,13 +150,13 @@ def residual_bound(shortcut: LatticeMap, first: LatticeMap, second: LatticeMap, 
 
 
 def hidden_grams(first: LatticeMap, second: LatticeMap) -> list[tuple[Tensor, Tensor]]:
-    """Gram matrices of the hidden channels of ``Sᵀ`` and ``T``, over all taps, for each group."""
+    """Return the Gram matrices of the hidden channels of ``Sᵀ`` and ``T``, over all taps, for each group."""
     rows = [m.kernel.unflatten(0, (m.groups, -1)).flatten(2) for m in (second, first)]
     return [(a @ a.mT, b @ b.mT) for a, b in zip(*rows, strict=True)]
 
 
 def looks_like_sandwich(first: LatticeMap, second: LatticeMap) -> bool:
-    """Whether it is worth the time to look for a bound below ``|S| |T|``, for maps as of ``sandwich_bound``."""
+    """Whether a search for a bound below ``|S| |T|`` is worth its time, for maps as of ``sandwich_bound``."""
     if first.groups != second.groups or len(first.kernel) != len(second.kernel):
         return False
     matrices = first.kernel[0, 0].numel() == second.kernel[0, 0].numel() == 1
@@ -164,7 +164,7 @@ def looks_like_sandwich(first: LatticeMap, second: LatticeMap) -> bool:
 
 
 def sandwich_bound(first: LatticeMap, second: LatticeMap, circle: Sizes, psi: Tensor | None = None) -> float:
-    """Bound on ``S D T`` for all ``D``: ``|[Sᵀ Ψ⁻¹, Ψ T]|² / 2`` for any positive diagonal ``Ψ``.
+    """Bound ``|S D T|`` for all ``D`` by ``|[Sᵀ Ψ⁻¹, Ψ T]|² / 2``, for any positive diagonal ``Ψ``.
 
     The proof is that of ``linalg.sandwich`` with ``A = Ψ⁻¹ Sᵀ / √2`` and ``B = Ψ T / √2``. Shifting one map
     against the other does not change the norm.
@@ -199,7 +199,7 @@ def _same_lattice(*maps: LatticeMap) -> bool:
 
 
 def _with_dilation(given: LatticeMap, dilation: Sizes) -> LatticeMap:
-    """The same map: the dilation of a single tap means nothing."""
+    """Return the same map with another dilation on axes of a single tap, where it means nothing."""
     taps = given.kernel.shape[2:]
     return replace(
         given, dilation=tuple(d if k == 1 else own for d, own, k in zip(dilation, given.dilation, taps, strict=True))
@@ -207,7 +207,7 @@ def _with_dilation(given: LatticeMap, dilation: Sizes) -> LatticeMap:
 
 
 def _on_same_taps(one: LatticeMap, two: LatticeMap) -> tuple[Tensor, Tensor] | None:
-    """The kernels of two maps, padded by zeros so that the same taps read the same positions."""
+    """Pad the kernels of two maps by zeros, so that the same taps read the same positions."""
     if one.kernel.shape[:2] != two.kernel.shape[:2] or one.dilation != two.dilation:
         return None
     pads: tuple[list[int], list[int]] = [], []
@@ -224,12 +224,12 @@ def _on_same_taps(one: LatticeMap, two: LatticeMap) -> tuple[Tensor, Tensor] | N
 
 
 def _norm(convolution: Polyphase, circle: Sizes) -> float:
-    """Certified norm on a circle, or on every domain where that one has too many frequencies."""
+    """Return the certified norm on a circle, or on every domain where the circle has too many frequencies."""
     coefficients, exponent = normalized(convolution.coefficients)
     scaled = Polyphase(convolution.positions, coefficients)
     return rescaled_up(domain_range(scaled, circle, scaled, lowest=False)[1], exponent)
 
 
 def tap_norms(kernel: Tensor) -> float:
-    """Sum over the taps of Frobenius norms: at least the norm of the convolution on every domain."""
+    """Sum the Frobenius norms of the taps: at least the norm of the convolution on every domain."""
     return float(kernel.flatten(2).norm(dim=(0, 1)).sum()) * (1 + kernel.numel() * UNIT_ROUNDOFF)

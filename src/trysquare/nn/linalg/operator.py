@@ -1,4 +1,4 @@
-"""Linear layers as numbers: a kernel, and what each axis of a domain lets it read.
+"""Linear layers as operators: a kernel, and what each axis of a domain lets it read.
 
 A transposed convolution is the adjoint of the plain convolution with the same weight, so it is read as that one. A
 matrix is a convolution without axes.
@@ -125,7 +125,7 @@ class LinearOperator:
 
     @classmethod
     def of_matrix(cls, weight: Tensor, shape: Sizes) -> LinearOperator:
-        """Products by a matrix, on inputs of a shape whose last axis it reads.
+        """Return the product by a matrix, on inputs of a shape whose last axis it reads.
 
         Raises:
             ValueError: if the shape does not fit the matrix.
@@ -138,7 +138,7 @@ class LinearOperator:
     def of_convolution(
         cls, kernel: Tensor, shape: Sizes, stride: Sizes, dilation: Sizes, groups: int, pads: Pads, mode: str
     ) -> LinearOperator:
-        """A convolution of inputs ``(channels, *sizes)``.
+        """Return a convolution of inputs ``(channels, *sizes)``.
 
         Raises:
             ValueError: if the shape does not fit the kernel, or the kernel does not fit in the padded input.
@@ -156,7 +156,7 @@ class LinearOperator:
     def of_transposed(
         cls, kernel: Tensor, shape: Sizes, stride: Sizes, dilation: Sizes, groups: int, crops: Pads, mode: str
     ) -> LinearOperator:
-        """A transposed convolution of inputs ``(channels, *sizes)``: the adjoint of one that reads its output.
+        """Return a transposed convolution of inputs ``(channels, *sizes)``: the adjoint of one that reads its output.
 
         Raises:
             ValueError: if the shape does not fit the kernel, or nothing is left of the output.
@@ -206,7 +206,7 @@ class LinearOperator:
         return math.prod(axis.repeats for axis in self.axes)
 
     def apply(self, x: Tensor) -> Tensor:
-        """The convolution of ``(batch, *domain)``, of the kernel's dtype."""
+        """Convolve ``(batch, *domain)``, which has the dtype of the kernel."""
         if not self.axes:
             return F.linear(x, self.kernel)
         if self.axes[0].mode == "zeros":
@@ -219,7 +219,7 @@ class LinearOperator:
         return CONV[len(self.axes)](x, self.kernel, None, self.stride, 0, self.dilation, self.groups)
 
     def transpose(self, y: Tensor) -> Tensor:
-        """The adjoint of ``apply``."""
+        """Apply the adjoint of ``apply``."""
         if not self.axes:
             return F.linear(y, self.kernel.mT)
         transposed = CONV_TRANSPOSE[len(self.axes)]
@@ -234,7 +234,7 @@ class LinearOperator:
         return x
 
     def dense(self) -> Tensor:
-        """Matrices ``(groups, image / groups, domain / groups)`` of the convolution."""
+        """Return the matrices ``(groups, image / groups, domain / groups)`` of the convolution."""
         if not self.axes:
             return self.kernel.unsqueeze(0)
         windows, positions = math.prod(self.image[1:]), math.prod(self.domain[1:])
@@ -246,7 +246,7 @@ class LinearOperator:
         return blocks.permute(2, 3, 0, 4, 1).flatten(3).flatten(1, 2)
 
     def _read_by(self, offsets: Sizes) -> tuple[Tensor, Tensor]:
-        """Windows whose tap at ``offsets`` falls on a position of the domain, and that position, both flattened."""
+        """Return windows whose tap at ``offsets`` is on a position of the domain, and these positions, both flattened."""
         window = position = torch.zeros(1, dtype=torch.long)
         for axis, dilation, offset in zip(self.axes, self.dilation, offsets, strict=True):
             windows = torch.arange(axis.windows)
