@@ -69,7 +69,7 @@ class _Basis:
         return self.rows[self.count - 1]
 
     def append(self, vector: Tensor) -> float:
-        """Append the normalised part of ``vector`` orthogonal to all rows; return its length, 0 if it is only rounding."""
+        """Append the normalised part of ``vector`` orthogonal to all rows; return its length, 0 if it is rounding."""
         before = float(vector.norm())
         vector = self._rest(vector)
         length = float(vector.norm())

@@ -246,7 +246,7 @@ class LinearOperator:
         return blocks.permute(2, 3, 0, 4, 1).flatten(3).flatten(1, 2)
 
     def _read_by(self, offsets: Sizes) -> tuple[Tensor, Tensor]:
-        """Return windows whose tap at ``offsets`` is on a position of the domain, and these positions, both flattened."""
+        """Return windows whose tap at ``offsets`` is on a position of the domain, and these positions, flattened."""
         window = position = torch.zeros(1, dtype=torch.long)
         for axis, dilation, offset in zip(self.axes, self.dilation, offsets, strict=True):
             windows = torch.arange(axis.windows)
