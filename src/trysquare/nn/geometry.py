@@ -102,6 +102,16 @@ def window_overlap(kernel_size: Sizes, stride: Sizes, dilation: Sizes) -> int:
     return prod(-(-k * gcd(s, d) // s) for k, s, d in zip(kernel_size, stride, dilation, strict=True))
 
 
+def extent(kernel_size: Sequence[int], dilation: Sequence[int]) -> Sizes:
+    """Return the positions from the first tap to the last, both included, on each axis.
+
+    >>> from trysquare.nn.geometry import extent
+    >>> extent((3, 1), (2, 2))
+    (5, 1)
+    """
+    return tuple(d * (k - 1) + 1 for k, d in zip(kernel_size, dilation, strict=True))
+
+
 def check_padding_mode(mode: str) -> None:
     """Refuse boundaries under which a convolution amplifies more than its kernel.
 
@@ -249,7 +259,7 @@ class ConvGeometry:
     @cached_property
     def extent(self) -> Sizes:
         """Positions from the first tap to the last, both included, on each axis."""
-        return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel_size, self.dilation, strict=True))
+        return extent(self.kernel_size, self.dilation)
 
     @cached_property
     def _full_reach(self) -> Sizes:

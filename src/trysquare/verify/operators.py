@@ -18,7 +18,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from trysquare.naming import shown
 from trysquare.nn import layers
-from trysquare.nn.geometry import Pads, same_pads
+from trysquare.nn.geometry import Pads, extent, same_pads
 from trysquare.nn.linalg.operator import Axis as Axis
 from trysquare.nn.linalg.operator import LinearLayer
 from trysquare.nn.linalg.operator import LinearOperator as LinearOperator
@@ -206,8 +206,9 @@ def _pads(layer: AnyConvolution, kernel: Tensor) -> Pads:
     padding, dims = layer.padding, len(layer.stride)
     if isinstance(padding, str):
         # Torch takes the size of the kernel from the weight, whatever ``kernel_size`` says.
-        extent = tuple(d * (k - 1) + 1 for d, k in zip(layer.dilation, kernel.shape[2:], strict=True))
-        return same_pads(extent, (1,) * dims) if padding == "same" else ((0, 0),) * dims
+        return (
+            same_pads(extent(kernel.shape[2:], layer.dilation), (1,) * dims) if padding == "same" else ((0, 0),) * dims
+        )
     each = (padding,) * dims if isinstance(padding, int) else padding
     return tuple((pad, pad) for pad in each)
 

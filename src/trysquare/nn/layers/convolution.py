@@ -21,6 +21,7 @@ from trysquare.nn.geometry import (
     Pads,
     Sizes,
     check_circular_size,
+    extent,
     flat_pads,
     same_pads,
 )
@@ -91,7 +92,7 @@ class Convolution:
     @property
     def extent(self) -> Sizes:
         """Positions from the first tap to the last on each axis."""
-        return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel_size, self.dilation, strict=True))
+        return extent(self.kernel_size, self.dilation)
 
     def adjoint(self) -> Convolution:
         """Return the transposed convolution, with the same kernel, whose outputs have ``stride`` times the size."""

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trysquare.nn.geometry import Sizes
+from trysquare.nn.geometry import Sizes, extent
 from trysquare.nn.linalg.bounds import domain_range, normalized, rescaled_up
 from trysquare.nn.linalg.kernels import adjoint, compose
 from trysquare.nn.linalg.scalings import best_psi, is_promising
@@ -59,7 +59,7 @@ class LatticeMap:
     @property
     def extent(self) -> Sizes:
         """Positions from the first tap to the last."""
-        return tuple(d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel.shape[2:], strict=True))
+        return extent(self.kernel.shape[2:], self.dilation)
 
     def identity(self) -> LatticeMap:
         """Return the map that changes nothing, on the channels that this one reads."""

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trysquare.nn.geometry import Pads, Sizes, flat_pads
+from trysquare.nn.geometry import Pads, Sizes, extent, flat_pads
 from trysquare.nn.linalg.kernels import CONV, CONV_TRANSPOSE
 from trysquare.nn.linalg.precision import full_precision
 
@@ -143,13 +143,13 @@ class LinearOperator:
         Raises:
             ValueError: if the shape does not fit the kernel, or the kernel does not fit in the padded input.
         """
-        sizes, extent = _sizes_of(shape, kernel.shape[1] * groups, len(stride)), _extent(kernel, dilation)
-        windows = [(n + sum(pad) - e) // s + 1 for n, e, s, pad in zip(sizes, extent, stride, pads, strict=True)]
+        sizes, span = _sizes_of(shape, kernel.shape[1] * groups, len(stride)), extent(kernel.shape[2:], dilation)
+        windows = [(n + sum(pad) - e) // s + 1 for n, e, s, pad in zip(sizes, span, stride, pads, strict=True)]
         if min(windows) < 1:
             raise ValueError(
-                f"an input of size {sizes}, padded by {pads}, is smaller than the kernel, which extends over {extent}"
+                f"an input of size {sizes}, padded by {pads}, is smaller than the kernel, which extends over {span}"
             )
-        axes = tuple(Axis(*numbers, mode) for numbers in zip(sizes, windows, extent, stride, pads, strict=True))
+        axes = tuple(Axis(*numbers, mode) for numbers in zip(sizes, windows, span, stride, pads, strict=True))
         return cls(kernel, dilation, groups, axes)
 
     @classmethod
@@ -161,18 +161,18 @@ class LinearOperator:
         Raises:
             ValueError: if the shape does not fit the kernel, or nothing is left of the output.
         """
-        sizes, extent = _sizes_of(shape, kernel.shape[0], len(stride)), _extent(kernel, dilation)
+        sizes, span = _sizes_of(shape, kernel.shape[0], len(stride)), extent(kernel.shape[2:], dilation)
         if mode == "circular":
             # What falls past the border is wrapped around, whatever the crop. A crop on the left only shifts the
             # circle, so leave it out: no singular value depends on it.
             domain = tuple(n * s for n, s in zip(sizes, stride, strict=True))
-            crops = tuple((0, max(0, e - s)) for e, s in zip(extent, stride, strict=True))
+            crops = tuple((0, max(0, e - s)) for e, s in zip(span, stride, strict=True))
         else:
-            each = zip(sizes, stride, extent, crops, strict=True)
+            each = zip(sizes, stride, span, crops, strict=True)
             domain = tuple((n - 1) * s + e - sum(crop) for n, s, e, crop in each)
         if min(domain) < 1:
             raise ValueError(f"an input of size {sizes} is too small: the output would have size {domain}")
-        axes = tuple(Axis(*numbers, mode) for numbers in zip(domain, sizes, extent, stride, crops, strict=True))
+        axes = tuple(Axis(*numbers, mode) for numbers in zip(domain, sizes, span, stride, crops, strict=True))
         return cls(kernel, dilation, groups, axes, transposed=True)
 
     @property
@@ -290,10 +290,6 @@ class LipschitzLayer(Protocol):
             ValueError: if the weights hold no numbers, or some that are not finite.
         """
         ...
-
-
-def _extent(kernel: Tensor, dilation: Sizes) -> Sizes:
-    return tuple(d * (k - 1) + 1 for d, k in zip(dilation, kernel.shape[2:], strict=True))
 
 
 def _sizes_of(shape: Sizes, channels: int, dims: int) -> Sizes:
