@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 from itertools import count
 from math import prod
-from typing import Any, ClassVar, Protocol, Self, cast
+from typing import Any, ClassVar, Protocol, Self, TypedDict, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -168,7 +168,7 @@ class WriteGuard:
     def watch(self, weight: Tensor) -> None:
         """Notice writes to ``weight`` from now on."""
         if type(weight) is Tensor and not weight.is_inference() and not torch_internals.transforms_are_active():
-            counter = torch.Tensor._make_subclass(Tensor, weight)
+            counter = torch_internals.make_subclass(Tensor, weight)
             counter.data = _empty(weight.dtype, weight.device)
             self._watched.append((counter, weight._version))
 
@@ -588,7 +588,7 @@ def copy_weights(plain: nn.Module, weight: Tensor, bias: Tensor | None, training
     return plain.train(training)
 
 
-def check_dtype(dtype: Any) -> None:
+def check_dtype(dtype: object) -> None:
     """Refuse what a weight cannot have.
 
     Raises:
@@ -598,6 +598,17 @@ def check_dtype(dtype: Any) -> None:
         raise ValueError(f"dtype={dtype} must be a real floating point type")
 
 
-def factory_of(weight: Tensor) -> dict[str, Any]:
+Device = torch.device | str | int | None
+"""What torch takes for a device."""
+
+
+class Factory(TypedDict):
+    """Keyword arguments of everything that makes tensors."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def factory_of(weight: Tensor) -> Factory:
     """``device`` and ``dtype`` of a tensor, as keyword arguments."""
     return {"device": weight.device, "dtype": weight.dtype}
