@@ -79,13 +79,14 @@ def _householder(rows: Tensor) -> tuple[Tensor, Tensor]:
     wide = rows.double() if host_can_look(rows) else rows
     tiny = torch.finfo(wide.dtype).tiny
     scale = torch.linalg.vector_norm(wide, math.inf, dim=-1, keepdim=True).clamp_min(tiny)
-    norm = torch.linalg.vector_norm(wide / scale, dim=-1, keepdim=True).clamp_min(tiny)
-    basis, factor = torch.linalg.qr((wide / scale / norm).mT)
+    unit = wide / scale
+    norm = torch.linalg.vector_norm(unit, dim=-1, keepdim=True).clamp_min(tiny)
+    basis, factor = torch.linalg.qr((unit / norm).mT)
     sign = torch.where(factor.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(basis.dtype)
     # Products of transposes, not transposes of products: autograd's forward mode refuses views as outputs.
     basis, factor = basis.mT * sign.unsqueeze(-1), factor.mT * sign.unsqueeze(-2)
     # Directions weaker than 1e-7 of their row count as that strong, for the gradient.
-    factor = factor.tril(-1) + torch.diag_embed(factor.diagonal(dim1=-2, dim2=-1).clamp_min(1e-7))
+    factor.diagonal(dim1=-2, dim2=-1).clamp_min_(1e-7)
     factor = factor * (scale * norm).clamp_min(_smallest_length(rows.dtype))
     return basis.to(rows.dtype), factor.to(rows.dtype)
 
