@@ -22,6 +22,7 @@ from functools import cached_property
 from itertools import chain, zip_longest
 from math import gcd, prod
 from operator import index
+from typing import Any
 
 Sizes = tuple[int, ...]
 Pads = tuple[tuple[int, int], ...]
@@ -37,7 +38,7 @@ def per_axis(name: str, value: int | Sequence[int], dims: int, least: int = 1) -
     values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * dims
     try:
         sizes = () if any(isinstance(v, bool) for v in values) else tuple(map(index, values))
-    except TypeError:
+    except (TypeError, RuntimeError):  # torch's error for tensors without a value
         sizes = ()
     if len(sizes) != dims:
         several = f" or {dims} integers, one per axis" if dims > 1 else ""
@@ -62,6 +63,18 @@ def number(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}")
     return float(value)
+
+
+def flag(name: str, value: bool | None) -> bool:
+    """``value`` as a truth value; ``None``, 0 and 1 are ones, as for torch.
+
+    Raises:
+        TypeError: if it is something else, of which truth would be an accident.
+    """
+    plain = value.item() if type(value).__module__ == "numpy" and hasattr(value, "item") else value
+    if plain is None or isinstance(plain, bool) or (isinstance(plain, int) and plain in (0, 1)):
+        return bool(plain)
+    raise TypeError(f"{name} must be True or False, not {type(value).__name__}")
 
 
 def check_groups(groups: int, **channels: int) -> None:
@@ -139,6 +152,7 @@ class ConvGeometry:
         for name, called in (("in_channels", self._in_name), ("out_channels", self._out_name), ("groups", "groups")):
             object.__setattr__(self, name, positive(called, getattr(self, name)))
         check_groups(self.groups, **{self._in_name: self.in_channels, self._out_name: self.out_channels})
+        object.__setattr__(self, "parsimonious", flag("parsimonious", self.parsimonious))
         for name, value in vars(type(self)).items():
             if isinstance(value, cached_property):  # a compiled graph can read them, but not take their lock
                 getattr(self, name)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.naming import refuse_arguments
-from trysquare.nn.geometry import ConvGeometry, Pads, Sizes, check_groups, per_axis
+from trysquare.nn.geometry import ConvGeometry, Pads, Sizes, check_groups, flag, per_axis
 from trysquare.nn.layers.activations import with_slopes_in_unit_interval
 from trysquare.nn.layers.base import ParametrizedWeight, factory_of
 from trysquare.nn.layers.conv import Size
@@ -44,7 +44,7 @@ class Block(ParametrizedWeight):
         self.activation = with_slopes_in_unit_interval(activation)
         factory = factory_of(parametrization.like)
         self.weight = nn.Parameter(torch.empty(0, **factory))
-        self.bias = nn.Parameter(torch.empty(first_shape[0], **factory)) if bias else None
+        self.bias = nn.Parameter(torch.empty(first_shape[0], **factory)) if flag("bias", bias) else None
         self._first_shape = tuple(first_shape)
         self._parametrize_weight(parametrization)
         self.reset_parameters()

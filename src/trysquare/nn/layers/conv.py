@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import ConvGeometry, Pads, per_axis
+from trysquare.nn.geometry import ConvGeometry, Pads, flag, per_axis
 from trysquare.nn.layers.base import ParametrizedWeight, check_dtype, copy_weights, factory_of
 from trysquare.nn.layers.convolution import (
     PLAIN_CONV,
@@ -297,7 +297,7 @@ class _Convolution(_OrthogonalConvolution):
             0,
             geometry.dilation,
             geometry.groups,
-            bias,
+            flag("bias", bias),
             padding_mode,
             device,
             dtype,
@@ -378,7 +378,7 @@ class _TransposedConvolution(_OrthogonalConvolution):
             0,
             0,
             geometry.groups,
-            bias,
+            flag("bias", bias),
             geometry.dilation,
             "zeros",
             device,

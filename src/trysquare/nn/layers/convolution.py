@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trysquare.nn.geometry import PADDING_MODES, ConvGeometry, Pads, Sizes, check_circular_size
 from trysquare.nn.layers.base import copy_weights
-from trysquare.nn.linalg.functions import apply_function
+from trysquare.nn.linalg.functions import apply_function, is_traced
 from trysquare.nn.linalg.precision import as_autocast, full_precision
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -259,6 +259,8 @@ def in_format_of(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _around(x: Tensor, pads: list[int]) -> Tensor:
+    if is_traced() and not torch.compiler.is_compiling():  # torch.func.linearize loses what is written into views
+        return circular_pad(x, tuple(zip(pads[-2::-2], pads[::-2], strict=True)))
     return in_format_of(x, F.pad(x, pads, mode="circular"))
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import positive
+from trysquare.nn.geometry import flag, positive
 from trysquare.nn.layers.base import ParametrizedWeight, copy_weights, factory_of
 from trysquare.nn.linalg.margins import least_radius
 from trysquare.nn.linalg.rescaling import unit_rows
@@ -79,7 +79,7 @@ class UnitNormLinear(ParametrizedWeight, nn.Linear):
         self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None
     ) -> None:
         in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
-        super().__init__(in_features, out_features, bias, device, dtype)
+        super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
         self._parametrize_weight(UnitRows((out_features, in_features), **factory_of(self.weight)))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002

@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import positive
+from trysquare.nn.geometry import flag, positive
 from trysquare.nn.layers.base import ParametrizedWeight, check_dtype, copy_weights, factory_of
 from trysquare.nn.parametrizations import OrthonormalMatrix
 
@@ -43,7 +43,7 @@ class OrthoLinear(ParametrizedWeight, nn.Linear):
     ) -> None:
         in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
         check_dtype(dtype)
-        super().__init__(in_features, out_features, bias, device, dtype)
+        super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
         self.orthogonalizer = orthogonalizer
         self._parametrize_weight(
             OrthonormalMatrix((out_features, in_features), orthogonalizer, **factory_of(self.weight))

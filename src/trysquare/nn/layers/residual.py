@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import number
+from trysquare.nn.geometry import flag, number
 from trysquare.nn.layers.pooling import EuclideanNorm
 from trysquare.nn.linalg.precision import at_least_float32
 
@@ -70,7 +70,7 @@ class LearnableResidual(_Residual):
         super().__init__(branch, shortcut)
         self.scale = nn.Parameter(torch.tensor(float(scale), device=device, dtype=dtype))
         one = torch.ones((), device=device, dtype=dtype)
-        if learnable_skip:
+        if flag("learnable_skip", learnable_skip):
             self.skip_scale = nn.Parameter(one)
         else:
             self.register_buffer("skip_scale", one, persistent=False)

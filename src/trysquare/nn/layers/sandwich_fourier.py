@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import Sizes, per_axis
+from trysquare.nn.geometry import Sizes, flag, per_axis
 from trysquare.nn.layers.activations import with_slopes_in_unit_interval
 from trysquare.nn.layers.base import keeping_precision
 from trysquare.nn.layers.fourier import ImageSized, Size, plain_layer
@@ -129,7 +129,8 @@ class _FourierSandwich(ImageSized):
         self.activation = with_slopes_in_unit_interval(activation)
         shape = self._group_shape
         self.response = FrequencyResponse(shape, self.kernel_size, self.dilation, self.transposed, device, dtype)
-        self.bias = nn.Parameter(torch.empty(groups * shape[1], device=device, dtype=dtype)) if bias else None
+        with_bias = flag("bias", bias)
+        self.bias = nn.Parameter(torch.empty(groups * shape[1], device=device, dtype=dtype)) if with_bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -37,9 +37,16 @@ def is_differentiated() -> bool:
     return not torch.compiler.is_compiling() and (torch.is_grad_enabled() or forward_ad._current_level >= 0)
 
 
+def is_traced() -> bool:
+    """Whether what is computed now becomes a graph, for other values than those seen: by a compiler or ``make_fx``."""
+    return (
+        torch.compiler.is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    )
+
+
 def only_first_derivatives() -> bool:
     """Whether autograd alone will differentiate what is computed now: no compiler, transform or forward mode."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if is_traced() or torch._C._are_functorch_transforms_active():
         return False
     return forward_ad._current_level < 0
 
@@ -56,6 +63,24 @@ def refuse_nested_forward_mode() -> None:
         raise NotImplementedError(
             "orthogonal weights have no derivatives by forward mode within forward mode (jvp of jvp, "
             "jacfwd(jacfwd(f))): use torch.func.hessian, jacfwd(jacrev(f)) or hvp instead"
+        )
+
+
+def refuse_linearized_gradient(like: Tensor) -> None:
+    """Refuse a gradient inside of ``torch.func.linearize`` where torch's formula for it writes into a view.
+
+    ``linearize`` loses such writes (torch 2.13), whoever makes them. Our own operations make none in a traced graph;
+    torch's gradients of real Fourier transforms do.
+
+    Raises:
+        NotImplementedError: naming what to use instead.
+    """
+    if torch.compiler.is_compiling() or not is_traced() or forward_ad._current_level < 0:
+        return
+    if torch._C._are_functorch_transforms_active() or (torch.is_grad_enabled() and like.requires_grad):
+        raise NotImplementedError(
+            "torch.func.linearize of a gradient loses what torch writes into views there, so that second derivatives "
+            "of Fourier transforms would be wrong: use torch.func.jvp of the gradient instead"
         )
 
 
@@ -92,6 +117,37 @@ def gradient_again(ctx: Any, function: Callable[..., Tensor], grad: Tensor) -> t
     return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
 
 
+def compiler_is_for_training() -> bool:
+    """Whether the graph that is traced goes to AOTAutograd, which refuses to differentiate a gradient.
+
+    Other backends run it under autograd, for which whatever an autograd function has saved is a constant there (torch
+    2.13): second derivatives by our formulas would be wrong without a word, and torch's own of triangular factors are
+    not right either. Those are ``"eager"``, which is for debugging, and some of users.
+    """
+    from torch._dynamo.backends.common import AotAutograd
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        backend: Any = InstructionTranslator.current_tx().output.compiler_fn
+    except (AttributeError, LookupError):  # torch.export, whose graphs have no gradients
+        return True
+    given = getattr(getattr(backend, "_torchdynamo_orig_backend", backend), "compiler_fn", backend)
+    name = getattr(backend, "__name__", "")
+    return isinstance(given, AotAutograd) or name.startswith("aot") or name in ("inductor", "cudagraphs", "openxla")
+
+
+compiler_is_for_training._dynamo_marked_constant = True  # type: ignore[attr-defined]  # asked while a graph is traced
+
+
+@torch.compiler.disable(
+    reason="orthogonal weights have second derivatives, which this backend would get wrong: they are left out of the "
+    "graph, which fullgraph=True does not allow; use backend='inductor' or 'aot_eager'"
+)
+def outside_of_graphs(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """``function(*args)`` as without a compiler."""
+    return function(*args)
+
+
 class Operation:
     """Both ways through an autograd function, and the choice between them.
 
@@ -108,6 +164,8 @@ class Operation:
     def __call__(self, *args: Any) -> Tensor:
         """The result for these arguments, all of them given."""
         if torch.compiler.is_compiling():
+            if not compiler_is_for_training():
+                return outside_of_graphs(self, *args)
             return self.compiled.apply(*args)[0]  # type: ignore[no-any-return]
         if only_first_derivatives():
             return apply_function(self.first, *args)  # type: ignore[no-any-return]
@@ -124,11 +182,7 @@ def keep_outputs(ctx: Any, output: tuple[Tensor, ...]) -> None:
 
 
 def _for_compilers(function: Any) -> Any:
-    """A kind of a function that ``torch.compile`` traces.
-
-    AOT backends refuse second derivatives. ``backend="eager"``, which is for debugging, takes whatever a function saved
-    for constants, so that those are wrong there, of this function as of any that saves what it computed.
-    """
+    """A kind of a function that ``torch.compile`` traces."""
 
     class Compiled(function):  # type: ignore[misc]
         jvp = torch.autograd.Function.jvp  # functions with a rule of their own are refused

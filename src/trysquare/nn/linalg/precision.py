@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trysquare.nn.linalg.functions import is_differentiated, only_first_derivatives
+from trysquare.nn.linalg.functions import is_differentiated, is_traced, only_first_derivatives
 
 _NOTHING = nullcontext()
 
@@ -198,8 +198,8 @@ def unwrapped(tensor: Tensor) -> Tensor:
 def host_can_look(tensor: Tensor) -> bool:
     """Whether Python may branch on a value of ``tensor`` for free: eagerly, and on the CPU.
 
-    On an accelerator a look is a synchronisation; in a compiled graph or under ``vmap`` there is nothing to look at.
+    On an accelerator a look is a synchronisation; in a traced graph or under ``vmap`` there is nothing to look at.
     """
-    if torch.compiler.is_compiling() or tensor.device.type != "cpu":
+    if is_traced() or tensor.device.type != "cpu":
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from trysquare.nn.geometry import flag
 from trysquare.progress import track
 from trysquare.verify.auditing.report import AuditReport, LayerAudit
 from trysquare.verify.auditing.rows import layer_row, steps_of
@@ -49,6 +50,7 @@ def audit(
     >>> [row.verdict for row in report.layers]
     ['orthogonal', '1-Lipschitz']
     """
+    spectra = flag("spectra", spectra)
     shapes = checked_shapes(input_shape)
     found = analyse(model, input_shape)
     steps = list(steps_of(found))
