@@ -65,7 +65,7 @@ def number(name: str, value: float) -> float:
     return float(value)
 
 
-def flag(name: str, value: bool | None) -> bool:
+def flag(name: str, value: Any) -> bool:
     """``value`` as a truth value; ``None``, 0 and 1 are ones, as for torch.
 
     Raises:

@@ -139,7 +139,7 @@ def compiler_is_for_training() -> bool:
 compiler_is_for_training._dynamo_marked_constant = True  # type: ignore[attr-defined]  # asked while a graph is traced
 
 
-@torch.compiler.disable(
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
     reason="orthogonal weights have second derivatives, which this backend would get wrong: they are left out of the "
     "graph, which fullgraph=True does not allow; use backend='inductor' or 'aot_eager'"
 )

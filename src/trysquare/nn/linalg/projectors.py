@@ -128,7 +128,7 @@ def _one_kernel_back(waiting: Tensor, coordinate: Tensor, dim: int) -> tuple[Ten
 
 
 def _rows_of(kernel: Tensor) -> Tensor:
-    """``(g, *k, n, c)`` to ``(g, taps * n, c)``; not by ``flatten``, for which torch's batched gradients have no rule."""
+    """``(g, *k, n, c)`` to ``(g, taps * n, c)``; torch's batched gradients have no rule for ``flatten``."""
     return kernel.reshape(len(kernel), -1, kernel.shape[-1])
 
 
