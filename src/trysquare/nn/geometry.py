@@ -24,9 +24,14 @@ from math import gcd, prod
 from operator import index
 from typing import Any
 
+from trysquare.naming import shown
+
 Sizes = tuple[int, ...]
 Pads = tuple[tuple[int, int], ...]
 PADDING_MODES = ("circular", "zeros")
+
+
+_LARGEST = 2**31  # of a size; no layer of this library is that large, and tensors cannot be much larger
 
 
 def per_axis(name: str, value: int | Sequence[int], dims: int, least: int = 1) -> Sizes:
@@ -42,9 +47,10 @@ def per_axis(name: str, value: int | Sequence[int], dims: int, least: int = 1) -
         sizes = ()
     if len(sizes) != dims:
         several = f" or {dims} integers, one per axis" if dims > 1 else ""
-        raise ValueError(f"{name}={value!r} must be an integer{several}")
-    if min(sizes) < least:
-        raise ValueError(f"{name}={value!r} must be at least {least}{' on every axis' if dims > 1 else ''}")
+        raise ValueError(f"{name}={shown(value)} must be an integer{several}")
+    if min(sizes) < least or max(sizes) > _LARGEST:
+        limits = f"at least {least}" if min(sizes) < least else f"at most {_LARGEST}"
+        raise ValueError(f"{name}={shown(value)} must be {limits}{' on every axis' if dims > 1 else ''}")
     return sizes
 
 
@@ -60,9 +66,12 @@ def number(name: str, value: float) -> float:
     Raises:
         TypeError: if it is something else.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, not {type(value).__name__}")
-    return float(value)
+    try:
+        if not isinstance(value, bool | str | bytes):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # torch's error for tensors without one value
+        pass
+    raise TypeError(f"{name}={shown(value)} must be a number that a float can hold")
 
 
 def flag(name: str, value: Any) -> bool:
@@ -152,7 +161,6 @@ class ConvGeometry:
         for name, called in (("in_channels", self._in_name), ("out_channels", self._out_name), ("groups", "groups")):
             object.__setattr__(self, name, positive(called, getattr(self, name)))
         check_groups(self.groups, **{self._in_name: self.in_channels, self._out_name: self.out_channels})
-        object.__setattr__(self, "parsimonious", flag("parsimonious", self.parsimonious))
         for name, value in vars(type(self)).items():
             if isinstance(value, cached_property):  # a compiled graph can read them, but not take their lock
                 getattr(self, name)
@@ -301,10 +309,10 @@ class ConvGeometry:
         """
         if mode not in PADDING_MODES:
             raise ValueError(
-                f"padding_mode={mode!r} repeats pixels, which amplifies them: no kernel makes it 1-Lipschitz; use "
+                f"padding_mode={shown(mode)} repeats pixels, which amplifies them: no kernel makes it 1-Lipschitz; use "
                 "'circular' (orthogonal) or 'zeros' (1-Lipschitz)"
                 if mode in ("reflect", "replicate")
-                else f"padding_mode={mode!r} must be one of {', '.join(map(repr, PADDING_MODES))}"
+                else f"padding_mode={shown(mode)} must be one of {', '.join(map(repr, PADDING_MODES))}"
             )
         pads = self._same_pads() if isinstance(padding, str) and padding == "same" else self._given_pads(padding)
         if mode == "circular":
@@ -324,7 +332,7 @@ class ConvGeometry:
         if isinstance(padding, str):
             if padding == "valid":
                 return ((0, 0),) * self.dims
-            raise ValueError(f"padding={padding!r} must be 'same', 'valid', an integer or {self.dims} integers")
+            raise ValueError(f"padding={shown(padding)} must be 'same', 'valid', an integer or {self.dims} integers")
         return tuple((pad, pad) for pad in per_axis("padding", padding, self.dims, least=0))
 
     def check_circular(self, pads: Pads) -> None:

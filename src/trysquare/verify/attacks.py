@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trysquare.files import or_infinite, without_infinities
 from trysquare.naming import shown
 from trysquare.nn.export import with_fixed_weights
+from trysquare.nn.geometry import positive
 from trysquare.progress import track
 from trysquare.verify.certification import (
     Certificate,
@@ -98,8 +99,7 @@ def pgd_l2(
     """
     _check_attacked(model, images, box)
     for name, number in (("steps", steps), ("restarts", restarts)):
-        if not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name}={shown(number)} must be an integer, at least 1")
+        positive(name, number)
     region = _Region(images.detach().to(input_like(model).device), radius, box)
     with evaluating(model):
         target = _Target(model, region, labels)
@@ -231,7 +231,7 @@ class _Target:
         self.model, self.region = with_fixed_weights(model), region
         self.given = prepared(model, region.images, tuple(region.images.shape[1:]))
         with torch.no_grad():
-            self.clean = _checked_logits(self.model(self.given))
+            self.clean = _checked_logits(_answer(self.model, self.given))
         self.labels = _checked_labels(labels, self.clean).to(self.given.device)
 
     def logits(self, move: Tensor) -> Tensor:
@@ -564,6 +564,21 @@ def _attack_batch(
     return found, answers
 
 
+def _answer(model: nn.Module, images: Tensor) -> Any:
+    """What the model returns for images that it sees for the first time, which may be of a shape that it cannot take.
+
+    Raises:
+        ValueError: if the model raises anything but that there is no memory left.
+    """
+    try:
+        return model(images)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        shape = tuple(images.shape[1:])
+        raise ValueError(f"model: {type(model).__name__} fails on images of shape {shape}: {error}") from error
+
+
 def _predictions(model: nn.Module, images: Tensor) -> Tensor:
     with evaluating(model), torch.no_grad():
-        return _checked_logits(model(prepared(model, images, tuple(images.shape[1:])))).argmax(1)
+        return _checked_logits(_answer(model, prepared(model, images, tuple(images.shape[1:])))).argmax(1)

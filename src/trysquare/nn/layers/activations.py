@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trysquare.naming import shown
 from trysquare.nn.geometry import number, positive
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.linalg.sorting import max_min
@@ -331,6 +332,6 @@ def with_slopes_in_unit_interval(activation: nn.Module | None) -> nn.Module:
         return activation
     names = ", ".join(kind.__name__ for kind in MONOTONE)
     raise ValueError(
-        f"activation={activation!r} is not known to act entry by entry with slopes between 0 and 1, which the block "
-        f"needs to be 1-Lipschitz; use one of {names}, or LeakyReLU, ELU, CELU with slopes in that range"
+        f"activation={shown(activation)} is not known to act entry by entry with slopes between 0 and 1, which the "
+        f"block needs to be 1-Lipschitz; use one of {names}, or LeakyReLU, ELU, CELU with slopes in that range"
     )

@@ -24,17 +24,24 @@ class ParametrizedWeight(nn.Module):
     bias: Any
     weight: Any
     _cache: Any
+    _writes: Any
     parametrizations: Any
 
     def _parametrize_weight(self, parametrization: Parametrization) -> None:
         parametrization.attach(self, "weight")
-        self._cache = parametrization.cache
+        self._cache, self._writes = parametrization.cache, parametrization.writes
 
     def _current_weight(self) -> Tensor:
-        """``self.weight``, without torch's detour over the parametrization where the cache has it."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self._cache.fresh():
+        """``self.weight`` for a pass, without torch's detour over the parametrization where the cache has it."""
+        if torch.compiler.is_compiling():
             return self.weight
-        return self._cache.weight if self._is_as_made() else self.weight
+        if not torch.is_grad_enabled() and not self._writes.found() and self._cache.fresh() and self._is_as_made():
+            return self._cache.weight
+        self._writes.inside = True
+        try:
+            return self.weight
+        finally:
+            self._writes.inside = False
 
     def _is_as_made(self) -> bool:
         """Whether the weight is ours: nobody has taken our parametrization off, or added another one after it."""

@@ -182,7 +182,7 @@ class _OrthogonalConvolution(ParametrizedWeight):
                 f"circular padding {self._pads} drops outputs, so the size of the input cannot be told from that of "
                 "the output; use padding='same' for a layer with an adjoint"
             )
-        twin._cache = self._cache
+        twin._cache, twin._writes = self._cache, self._writes
         twin.parametrizations["weight"] = self.parametrizations["weight"]  # type: ignore[index,operator]
         return twin.train(self.training)
 
@@ -286,6 +286,7 @@ class _Convolution(_OrthogonalConvolution):
     ) -> None:
         sizes = self._numbers(kernel_size, stride, dilation)
         channels = (in_channels, out_channels)
+        parsimonious = flag("parsimonious", parsimonious)
         geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
         pads = geometry.pads(padding, padding_mode)
         check_dtype(dtype)
@@ -366,6 +367,7 @@ class _TransposedConvolution(_OrthogonalConvolution):
     ) -> None:
         sizes = self._numbers(kernel_size, stride, dilation)
         channels = (out_channels, in_channels)
+        parsimonious = flag("parsimonious", parsimonious)
         geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
         output_padding = per_axis("output_padding", output_padding, self.dims, least=0)
         pads = crops(geometry, padding, output_padding, padding_mode)

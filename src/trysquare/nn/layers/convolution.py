@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trysquare.naming import shown
 from trysquare.nn.geometry import PADDING_MODES, ConvGeometry, Pads, Sizes, check_circular_size
 from trysquare.nn.layers.base import copy_weights
 from trysquare.nn.linalg.functions import apply_function, is_traced
@@ -189,8 +190,8 @@ def check_padding_mode(mode: str) -> None:
     """Refuse boundaries under which a convolution amplifies more than its kernel."""
     if mode not in PADDING_MODES:
         raise ValueError(
-            f"padding_mode={mode!r} must be one of {', '.join(map(repr, PADDING_MODES))}; the other modes of torch "
-            "repeat pixels and amplify them"
+            f"padding_mode={shown(mode)} must be one of {', '.join(map(repr, PADDING_MODES))}; the other modes of "
+            "torch repeat pixels and amplify them"
         )
 
 

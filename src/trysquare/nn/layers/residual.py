@@ -68,7 +68,7 @@ class LearnableResidual(_Residual):
         dtype: Any = None,
     ) -> None:
         super().__init__(branch, shortcut)
-        self.scale = nn.Parameter(torch.tensor(float(scale), device=device, dtype=dtype))
+        self.scale = nn.Parameter(torch.tensor(number("scale", scale), device=device, dtype=dtype))
         one = torch.ones((), device=device, dtype=dtype)
         if flag("learnable_skip", learnable_skip):
             self.skip_scale = nn.Parameter(one)
@@ -181,7 +181,7 @@ class L2Residual(_Residual):
     ) -> None:
         super().__init__(branch, shortcut)
         self.norm = EuclideanNorm(1)
-        self.angle = nn.Parameter(torch.tensor(float(angle), device=device, dtype=dtype))
+        self.angle = nn.Parameter(torch.tensor(number("angle", angle), device=device, dtype=dtype))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Norm of skip and branch, entry by entry."""

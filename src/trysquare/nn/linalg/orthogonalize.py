@@ -59,6 +59,8 @@ def on_rows(rows_only: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
                 f"{rows_only.__name__} takes float32, float64 and their complex kinds, got {matrix.dtype}: "
                 "orthonormalise matrix.float(), then round"
             )
+        if not matrix.numel():
+            return matrix.clone()
         with full_precision(matrix):
             if matrix.shape[-2] > matrix.shape[-1]:
                 return rows_only(matrix.mH).mH.resolve_conj()

@@ -206,6 +206,8 @@ def recondition(rows: Tensor, basis: Tensor) -> Tensor:
         rows: ``(..., h, c)``, free rows.
         basis: orthonormal rows that mean the same to whoever reads ``rows``.
     """
+    if rows.shape != basis.shape:
+        raise ValueError(f"rows {tuple(rows.shape)} and basis {tuple(basis.shape)} must have one shape")
     norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     unit = (rows / torch.where(norm > 0, norm, 1.0)).double()
     factor, failed = torch.linalg.cholesky_ex(torch.matmul(unit, unit.mT))

@@ -29,8 +29,11 @@ class Parametrization(Caching, ABC):
     them in float32 and rounded once. In eval mode a weight that needs no gradient is built once and
     kept until a free tensor is written to, moved or replaced, an optimizer steps, or the mode
     changes. The exception are writes that torch's version counter does not see: through ``.data``,
-    outside of an optimizer, to a free tensor or to the weight that was returned, and from another
-    process.
+    outside of an optimizer, to a free tensor, and from another process.
+
+    Writes into the weight that was returned raise at the next use. Not noticed are writes through
+    ``.data`` to a weight on an accelerator, or to one after which the weight was read again, and a
+    compiled graph notices nothing.
     """
 
     like: Tensor
@@ -51,7 +54,7 @@ class Parametrization(Caching, ABC):
         super().__init__()
         self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
         self._slots: dict[str, Any] = {}  # the free tensors, as parameters of the module that it is attached to
-        self._writes = WriteGuard()
+        self.writes = WriteGuard()
         reconditioning.parametrizations.add(self)
 
     @classmethod
@@ -112,10 +115,25 @@ class Parametrization(Caching, ABC):
         """
         if torch.compiler.is_compiling():
             return self._built(free)
-        self._writes.check()
+        self.refuse_writes()
         weight = self._from_cache(lambda: self._built(free), free, self.cache)
-        self._writes.watch(weight)
+        self.writes.watch(weight)
         return weight
+
+    def refuse_writes(self) -> None:
+        """Refuse to go on, once, if somebody has written into a weight that was returned.
+
+        Raises:
+            RuntimeError: if somebody has.
+        """
+        if self.writes.found():
+            self.writes.forget()
+            self.forget()  # the weight in the cache may be what was written to
+            raise RuntimeError(
+                "layer.weight was written to in place (by nn.init, copy_, .data or the like), which has no effect: it "
+                "is built from the layer's free tensors at every use. Assign it (layer.weight = tensor, an orthogonal "
+                "one), draw new ones (layer.reset_parameters()), or write to layer.free_tensors"
+            )
 
     # -- building
 
@@ -161,7 +179,7 @@ class Parametrization(Caching, ABC):
     @torch.no_grad()
     def redraw(self, free: Sequence[Tensor]) -> None:
         """Write fresh values into the free tensors."""
-        self._writes.forget()
+        self.writes.forget()
         for tensor, fresh in zip(free, self.draw(), strict=True):
             tensor.copy_(fresh)
 

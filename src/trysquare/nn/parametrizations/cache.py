@@ -6,11 +6,15 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, Self
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from trysquare.nn.linalg.functions import is_traced
+from trysquare.nn.linalg.precision import host_can_look
 
 # Steps of all optimizers of the process. Fused ones change parameters without raising their version counters.
 _steps = 0
@@ -116,49 +120,63 @@ class Caching(nn.Module):
         self.cache.clear()
 
 
-# The last weights that were returned; somebody may hold on to one while others are built.
-_WATCHED = 4
-
-
 @cache
 def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # it serves later passes too
         return torch.empty(0, dtype=dtype, device=device)
 
 
+# Weights that somebody may hold on to while others are built: those of forward passes, and those that were asked for.
+_BUILT, _READ = 4, 64
+
+
 class WriteGuard:
     """Notices writes into a weight that was returned, which have no effect because the next one is built anew.
 
-    It does not keep the weight alive: a tensor without memory shares its version counter.
+    Torch counts writes to a tensor and its views; a tensor without memory shares the counter, and keeps nothing alive.
+    It does not count writes through ``.data`` or NumPy, nor in inference mode. So the weight that was asked for last
+    is kept, with a checksum, until the next use, if that is on the CPU: ``layer.weight.data.normal_()`` is noticed,
+    and only such writes to one that was asked for earlier are not.
     """
 
-    def __init__(self) -> None:
-        self._watched: deque[tuple[Tensor, int]] = deque(maxlen=_WATCHED)
+    _last: tuple[Tensor, tuple[Any, ...]] | None
+
+    def __init__(self, written: bool = False) -> None:
+        self.forget()
+        self._written = written
+        self.inside = False  # of a forward pass, which asks for a weight and writes nothing into it
 
     def watch(self, weight: Tensor) -> None:
         """Notice writes to ``weight`` from now on."""
-        if type(weight) is Tensor and not weight.is_inference() and not torch._C._are_functorch_transforms_active():
+        if type(weight) is not Tensor or is_traced() or torch._C._are_functorch_transforms_active():
+            return
+        if not weight.is_inference():
             counter = torch.Tensor._make_subclass(Tensor, weight)
             counter.data = _empty(weight.dtype, weight.device)
-            self._watched.append((counter, weight._version))
+            (self._built if self.inside else self._read).append((counter, weight._version))
+        if not self.inside and host_can_look(weight):
+            self._last = weight, _fingerprint(weight)
 
     def forget(self) -> None:
         """Forget the weights that were returned so far."""
-        self._watched.clear()
+        self._written = False
+        self._built: deque[tuple[Tensor, int]] = deque(maxlen=_BUILT)
+        self._read: deque[tuple[Tensor, int]] = deque(maxlen=_READ)
+        self._last = None
 
-    def check(self) -> None:
-        """Refuse to go on, once, if somebody has written into a weight.
-
-        Raises:
-            RuntimeError: if somebody has.
-        """
-        if any(counter._version != seen for counter, seen in self._watched):
-            self.forget()
-            raise RuntimeError(
-                "layer.weight was written to in place (by nn.init, copy_ or the like), which has no effect: it is "
-                "built from the layer's free tensors at every use. Assign it (layer.weight = tensor, an orthogonal "
-                "one), draw new ones (layer.reset_parameters()), or write to layer.free_tensors"
-            )
+    def found(self) -> bool:
+        """Whether somebody has written into a weight since the last call of ``forget``."""
+        if self._last is not None:
+            (weight, seen), self._last = self._last, None
+            self._written = self._written or _fingerprint(weight) != seen
+        for counters in (self._built, self._read):
+            self._written = self._written or any(counter._version != seen for counter, seen in counters)
+        return self._written
 
     def __reduce__(self) -> Any:
-        return WriteGuard, ()
+        return WriteGuard, (self.found(),)  # a copy is built from the same free tensors, and must not lose the message
+
+
+def _fingerprint(weight: Tensor) -> tuple[Any, ...]:
+    numbers: Any = weight.detach().contiguous().view(torch.uint8).numpy()
+    return weight.shape, weight.dtype, weight.device, crc32(numbers)

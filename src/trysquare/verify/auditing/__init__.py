@@ -20,6 +20,7 @@ from trysquare.verify.lipschitz import (
     lipschitz_lower_bound,
     random_inputs,
 )
+from trysquare.verify.lipschitz.shadow import require_dense
 
 __all__ = ["AuditReport", "LayerAudit", "audit"]
 
@@ -80,6 +81,7 @@ def _check_given(inputs: Any, shapes: Any) -> None:
     wanted = list(shapes.values()) if isinstance(shapes, dict) else shapes
     if not isinstance(inputs, Tensor):
         raise TypeError(f"inputs must be a tensor (batch, ...), not {type(inputs).__name__}")
+    require_dense("inputs", inputs)
     if len(wanted) != 1 or tuple(inputs.shape[1:]) != wanted[0] or not inputs.is_floating_point() or not len(inputs):
         raise ValueError(f"inputs of shape {tuple(inputs.shape)} must be floating point, a batch of {wanted}")
 
