@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "src" / "trysquare"
 # What all three doors share; what people build with; what they trust; what they run.
 ROWS = [
-    "progress", "naming", "files",
+    "torch_internals", "progress", "naming", "files",
     "nn.geometry", "nn.linalg", "nn.losses", "nn.optim", "nn.parametrizations", "nn.layers", "nn.export",
     "verify.operators", "verify.spectrum", "verify.lipschitz", "verify.auditing", "verify.certification",
     "verify.attacks",

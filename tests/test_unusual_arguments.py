@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import trysquare as ts
+from trysquare.nn.linalg.operator import Axis
 from trysquare.verify.attacks import attack_report, autoattack_l2, pgd_l2
-from trysquare.verify.operators import Axis
 
 X, Y = torch.rand(3, 1, 4, 4), torch.tensor([0, 1, 2])
 LOGITS = torch.rand(3, 4)

@@ -44,12 +44,12 @@ def test_growth_is_seen():
 
 @pytest.mark.parametrize("what", [torch.linalg.svdvals, torch.clone])
 def test_an_operation_more_is_seen(what, monkeypatch):
-    grow = projectors._Grow.forward
+    grow = projectors._grow.forward
 
     def dearer(*arguments):
         result = grow(*arguments)
         what(result[0])
         return result
 
-    monkeypatch.setattr(projectors._Grow, "forward", staticmethod(dearer))
+    monkeypatch.setattr(projectors._grow, "forward", staticmethod(dearer))
     assert excess(count("square, k3"), LIMITS["square, k3"]).keys() >= {"calls", "written"}

@@ -54,6 +54,16 @@ def per_axis(name: str, value: int | Sequence[int], dims: int, least: int = 1) -
     return sizes
 
 
+def per_axis_each(dims: int, **values: int | Sequence[int]) -> tuple[Sizes, ...]:
+    """Each of the named values as ``dims`` integers, at least 1, in the order given.
+
+    >>> from trysquare.nn.geometry import per_axis_each
+    >>> per_axis_each(2, kernel_size=3, stride=(1, 2))
+    ((3, 3), (1, 2))
+    """
+    return tuple(per_axis(name, value, dims) for name, value in values.items())
+
+
 def positive(name: str, value: int) -> int:
     """``value`` as an integer, if it is a positive one."""
     (size,) = per_axis(name, value, 1)
@@ -111,6 +121,31 @@ def window_overlap(kernel_size: Sizes, stride: Sizes, dilation: Sizes) -> int:
     6
     """
     return prod(-(-k * gcd(s, d) // s) for k, s, d in zip(kernel_size, stride, dilation, strict=True))
+
+
+def flat_pads(pads: Pads) -> list[int]:
+    """Torch's order: last axis first, left before right."""
+    return [amount for pad in reversed(pads) for amount in pad]
+
+
+def same_pads(extent: Sizes, stride: Sizes) -> Pads:
+    """Padding that makes outputs of size ``input / stride``, for windows that extend over so many positions.
+
+    Without a stride the right side has the odd position, as in torch. With one both sides are alike, so that torch has
+    an argument for it; together they are what is missing, or one more.
+
+    >>> from trysquare.nn.geometry import same_pads
+    >>> same_pads((3, 4, 4), (1, 1, 2))
+    ((1, 1), (1, 2), (1, 1))
+    """
+
+    def axis(extent: int, stride: int) -> tuple[int, int]:
+        if stride == 1:
+            return (extent - 1) // 2, extent // 2
+        pad = max(0, -((stride - extent) // 2))
+        return pad, pad
+
+    return tuple(axis(e, s) for e, s in zip(extent, stride, strict=True))
 
 
 def check_circular_size(sizes: Iterable[int], stride: Sizes) -> None:
@@ -314,19 +349,11 @@ class ConvGeometry:
                 if mode in ("reflect", "replicate")
                 else f"padding_mode={shown(mode)} must be one of {', '.join(map(repr, PADDING_MODES))}"
             )
-        pads = self._same_pads() if isinstance(padding, str) and padding == "same" else self._given_pads(padding)
+        same = isinstance(padding, str) and padding == "same"
+        pads = same_pads(self.extent, self.stride) if same else self._given_pads(padding)
         if mode == "circular":
             self.check_circular(pads)
         return pads
-
-    def _same_pads(self) -> Pads:
-        def axis(extent: int, stride: int) -> tuple[int, int]:
-            if stride == 1:
-                return (extent - 1) // 2, extent // 2
-            pad = max(0, -((stride - extent) // 2))
-            return pad, pad
-
-        return tuple(axis(e, s) for e, s in zip(self.extent, self.stride, strict=True))
 
     def _given_pads(self, padding: str | int | Sequence[int]) -> Pads:
         if isinstance(padding, str):

@@ -29,13 +29,14 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from trysquare.files import or_infinite, without_infinities
 from trysquare.naming import shown
 from trysquare.nn.geometry import per_axis
+from trysquare.nn.linalg.operator import checked_weight
 from trysquare.nn.linalg.precision import autocast_dtype
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.nn.losses import check_batch
 from trysquare.progress import track
 from trysquare.verify.lipschitz import Analysis, ExactEvaluation, analyse, input_like
 from trysquare.verify.lipschitz.shadow import BATCH, require_dense, require_plain_module
-from trysquare.verify.operators import checked_weight, used_weight
+from trysquare.verify.operators import used_weight
 
 EPSILONS = (36 / 255, 72 / 255, 108 / 255, 1.0)
 Batches = Iterable[tuple[Tensor, Tensor]]

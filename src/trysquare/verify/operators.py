@@ -1,21 +1,16 @@
-"""Linear layers read into numbers: the one place that knows how torch and this library apply a convolution.
+"""Linear layers of torch read into linear operators, and what must hold before a layer is taken at its word.
 
-A transposed convolution is the adjoint of the plain convolution with the same weight, so it is read as that one. A
-linear layer is a convolution without axes.
+Layers of ours say themselves what they are (``linalg.operator.LinearLayer``).
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import product
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
@@ -24,21 +19,21 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from trysquare.naming import shown
-from trysquare.nn.geometry import Pads, Sizes, check_circular_size
-from trysquare.nn.layers.base import ParametrizedWeight
-from trysquare.nn.layers.conv import _Convolution, _OrthogonalConvolution, _TransposedConvolution
-from trysquare.nn.layers.convolution import CONV, CONV_TRANSPOSE, flat
-from trysquare.nn.layers.heads import UnitNormLinear
-from trysquare.nn.layers.linear import OrthoLinear
-from trysquare.nn.linalg.precision import as_autocast, full_precision
+from trysquare.nn import layers
+from trysquare.nn.geometry import Pads, same_pads
+from trysquare.nn.linalg.operator import Axis as Axis
+from trysquare.nn.linalg.operator import LinearLayer
+from trysquare.nn.linalg.operator import LinearOperator as LinearOperator
+from trysquare.nn.linalg.operator import checked_weight as checked_weight
+from trysquare.nn.linalg.precision import as_autocast
+from trysquare.nn.parametrizations.base import ParametrizedWeight
 
 # Numbers of one input, beyond which torch cannot even count them.
 _LARGEST_INPUT = 1 << 62
 # Torch's hooks that set the weight before each pass.
 WEIGHT_HOOKS = (WeightNorm, SpectralNorm, BasePruningMethod)
-_READABLE = (
+_TORCHS_OWN = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-    _Convolution, _TransposedConvolution, OrthoLinear, UnitNormLinear,
 )  # fmt: skip
 # What a class may define anew without computing something else.
 _HARMLESS = frozenset(
@@ -95,193 +90,16 @@ def as_defined(module: nn.Module, cls: type) -> bool:
     return getattr(type(module), "forward", None) is getattr(cls, "forward", None)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of a module does anything besides its forward pass and setting its weight."""
+def unknown_hooks(module: nn.Module) -> list[Callable[..., object]]:
+    """Hooks by which a call of a module does anything besides its forward pass and setting its weight."""
     before = (*module._forward_pre_hooks.values(), *torch_module._global_forward_pre_hooks.values())
     after = (*module._forward_hooks.values(), *torch_module._global_forward_hooks.values())
-    return bool(after) or not all(isinstance(hook, WEIGHT_HOOKS) for hook in before)
+    return [*(hook for hook in before if not isinstance(hook, WEIGHT_HOOKS)), *after]
 
 
-@dataclass(frozen=True)
-class Axis:
-    """One axis of a convolution: what it reads of a domain of ``size`` positions.
-
-    Attributes:
-        size: positions of the domain.
-        windows: outputs.
-        extent: positions from the first tap to the last.
-        stride: positions from one window to the next.
-        pad: positions added (cut off if negative) on the left and on the right.
-        mode: what they hold: ``"zeros"``, ``"circular"``, ``"reflect"`` or ``"replicate"``.
-    """
-
-    size: int
-    windows: int
-    extent: int
-    stride: int
-    pad: tuple[int, int]
-    mode: str
-
-    @cached_property
-    def read(self) -> int:
-        """Padded positions that some window spans."""
-        return (self.windows - 1) * self.stride + self.extent
-
-    @cached_property
-    def sources(self) -> Tensor:
-        """Position of the domain that each padded position repeats."""
-        positions = torch.arange(-self.pad[0], self.size + self.pad[1])
-        if self.mode == "circular":
-            return positions % self.size
-        if self.mode == "reflect":
-            folded = positions.abs()
-            return torch.minimum(folded, 2 * (self.size - 1) - folded)
-        return positions.clamp(0, self.size - 1)
-
-    @cached_property
-    def repeats(self) -> int:
-        """How often the padding repeats a position that is read: the square of the norm of the padding."""
-        if self.mode == "zeros" or self.on_circle:
-            return 1
-        # It depends on what is near the ends alone: leave out windows in the middle of a long axis.
-        enough = 4 * (sum(map(abs, self.pad)) + self.extent + self.stride)
-        if (spare := (self.size - enough) // self.stride) > 0:
-            return replace(self, size=self.size - spare * self.stride, windows=self.windows - spare).repeats
-        return int(torch.bincount(self.sources[: self.read]).max())
-
-    @cached_property
-    def apart(self) -> bool:
-        """Whether windows neither overlap nor meet the padding, so that any domain will do."""
-        return self.pad[0] == 0 and self.extent <= self.stride and self.read <= self.size
-
-    @cached_property
-    def on_circle(self) -> bool:
-        """Whether the outputs are distinct outputs of the circular convolution on the domain itself."""
-        total = sum(self.pad)
-        return self.apart or (
-            self.mode == "circular" and 0 <= total < self.extent and min(self.pad) >= 0 and self.size % self.stride == 0
-        )
-
-    @cached_property
-    def all_of_circle(self) -> bool:
-        """Whether they are all of its outputs."""
-        return self.apart or (self.on_circle and self.windows * self.stride == self.size)
-
-    @cached_property
-    def period(self) -> int:
-        """Size of a circular domain, a multiple of the stride, whose convolution has this one as a part."""
-        if self.apart:
-            return self.windows * self.stride
-        if self.on_circle:
-            return self.size
-        needed = max(self.windows * self.stride, self.read)
-        if self.mode == "zeros":
-            # Zeros on the right may wrap around onto zeros on the left, if all that is not zero stays where it is.
-            left = max(self.pad[0], 0)
-            data = min(self.read, self.pad[0] + self.size)
-            needed = max(self.windows * self.stride, self.read - left, data)
-        return -(-needed // self.stride) * self.stride
-
-
-@dataclass(frozen=True)
-class LinearOperator:
-    """A linear or convolution layer on inputs of a given shape, without its bias.
-
-    Attributes:
-        kernel: ``(c_out, c_in / groups, *k)`` in float64 on the CPU: the weight that the forward pass uses.
-        dilation: dilation of each axis.
-        groups: number of groups.
-        axes: the spatial axes.
-        transposed: whether the layer is the adjoint of this convolution.
-        copies: how often the same map is applied side by side (leading axes of a linear layer's input).
-    """
-
-    kernel: Tensor
-    dilation: Sizes
-    groups: int
-    axes: tuple[Axis, ...]
-    transposed: bool = False
-    copies: int = 1
-
-    @property
-    def stride(self) -> Sizes:
-        """Stride of each axis."""
-        return tuple(axis.stride for axis in self.axes)
-
-    @property
-    def domain(self) -> Sizes:
-        """Shape that the convolution reads."""
-        return self.kernel.shape[1] * self.groups, *(axis.size for axis in self.axes)
-
-    @property
-    def image(self) -> Sizes:
-        """Shape that the convolution makes."""
-        return self.kernel.shape[0], *(axis.windows for axis in self.axes)
-
-    @property
-    def smaller_side(self) -> int:
-        """Number of singular values of one copy."""
-        return min(math.prod(self.domain), math.prod(self.image))
-
-    @property
-    def circular(self) -> bool:
-        """Whether the Fourier transform makes it block diagonal."""
-        return all(axis.all_of_circle for axis in self.axes)
-
-    @property
-    def repeats(self) -> int:
-        """Square of the norm of the padding."""
-        return math.prod(axis.repeats for axis in self.axes)
-
-    def apply(self, x: Tensor) -> Tensor:
-        """The convolution of ``(batch, *domain)``, of the kernel's dtype."""
-        if not self.axes:
-            return F.linear(x, self.kernel)
-        if self.axes[0].mode == "zeros":
-            x = F.pad(x, flat(tuple(axis.pad for axis in self.axes)))
-        else:
-            for dim, axis in enumerate(self.axes, start=2):
-                x = x.index_select(dim, axis.sources)
-        for dim, axis in enumerate(self.axes, start=2):
-            x = x.narrow(dim, 0, axis.read)
-        return CONV[len(self.axes)](x, self.kernel, None, self.stride, 0, self.dilation, self.groups)
-
-    def transpose(self, y: Tensor) -> Tensor:
-        """The adjoint of ``apply``."""
-        if not self.axes:
-            return F.linear(y, self.kernel.mT)
-        transposed = CONV_TRANSPOSE[len(self.axes)]
-        x = transposed(y, self.kernel, None, self.stride, 0, 0, self.groups, self.dilation)
-        unread = [(0, axis.size + sum(axis.pad) - axis.read) for axis in self.axes]
-        if self.axes[0].mode == "zeros":
-            cut = [(-axis.pad[0], right - axis.pad[1]) for axis, (_, right) in zip(self.axes, unread, strict=True)]
-            return F.pad(x, flat(tuple(cut)))
-        for dim, axis in enumerate(self.axes, start=2):
-            shape = (*x.shape[:dim], axis.size, *x.shape[dim + 1 :])
-            x = x.new_zeros(shape).index_add_(dim, axis.sources[: axis.read], x)
-        return x
-
-    def dense(self) -> Tensor:
-        """Matrices ``(groups, image / groups, domain / groups)`` of the convolution."""
-        windows, positions = math.prod(self.image[1:]), math.prod(self.domain[1:])
-        taps = self.kernel.flatten(2).unflatten(0, (self.groups, -1))  # (groups, n, m, taps)
-        blocks = taps.new_zeros(windows, positions, *taps.shape[:3])
-        for tap, offsets in enumerate(product(*map(range, self.kernel.shape[2:]))):
-            window, position = self._read_by(offsets)
-            blocks[window, position] += taps[..., tap]
-        return blocks.permute(2, 3, 0, 4, 1).flatten(3).flatten(1, 2)
-
-    def _read_by(self, offsets: Sizes) -> tuple[Tensor, Tensor]:
-        """Windows whose tap at ``offsets`` falls on a position of the domain, and that position, both flattened."""
-        window = position = torch.zeros(1, dtype=torch.long)
-        for axis, dilation, offset in zip(self.axes, self.dilation, offsets, strict=True):
-            windows = torch.arange(axis.windows)
-            padded = windows * axis.stride + dilation * offset
-            inside = padded - axis.pad[0] if axis.mode == "zeros" else axis.sources[padded]
-            kept = (inside >= 0) & (inside < axis.size)
-            window = (window[:, None] * axis.windows + windows[kept]).flatten()
-            position = (position[:, None] * axis.size + inside[kept]).flatten()
-        return window, position
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks that can change what it computes."""
+    return bool(unknown_hooks(module))
 
 
 def read_layer(layer: nn.Module, input_shape: Sequence[int]) -> LinearOperator:
@@ -302,28 +120,45 @@ def read_layer(layer: nn.Module, input_shape: Sequence[int]) -> LinearOperator:
             f"input_shape={shown(shape)} has more than the {_LARGEST_INPUT} numbers that torch can count: "
             "trysquare.spectral_norm_bound(layer), without a shape, bounds every size at once"
         )
-    if not reads(layer):
+    if (kind := _kind(layer)) is None:
         raise TypeError(
             f"{type(layer).__name__} is not a linear or convolution layer of torch or trysquare, or overrides forward "
             "or __call__: its matrix cannot be read off its weight; trysquare.lipschitz_bound follows other modules"
         )
-    _refuse_hooks(layer)
+    if unknown := unknown_hooks(layer):
+        names = ", ".join(getattr(hook, "__name__", type(hook).__name__) for hook in unknown)
+        raise ValueError(
+            f"{type(layer).__name__} has forward hooks ({names}), which can change what it computes: remove them first"
+        )
     kernel = used_weight(layer)
+    if kind not in _TORCHS_OWN:
+        assert isinstance(layer, LinearLayer)
+        return layer.linear_operator(shape, kernel)
     if isinstance(layer, nn.Linear):
-        if not shape or shape[-1] != layer.in_features:
-            raise ValueError(f"input_shape={shape} must end in in_features={layer.in_features}")
-        return LinearOperator(kernel, (), 1, (), copies=math.prod(shape[:-1]))
+        return LinearOperator.of_matrix(kernel, shape)
     assert isinstance(layer, _ConvNd)
-    dims = len(layer.kernel_size)
-    if len(shape) != dims + 1 or shape[0] != layer.in_channels:
-        sizes = "one size" if dims == 1 else f"{dims} sizes"
-        raise ValueError(f"input_shape={shape} must be ({layer.in_channels} channels, and {sizes}), without the batch")
-    return _read_convolution(layer, kernel, shape[1:])
+    numbers = tuple(layer.stride), tuple(layer.dilation), layer.groups
+    if isinstance(layer, _ConvTransposeNd):
+        pads = zip(_pads(layer, kernel), layer.output_padding, strict=True)
+        crops = tuple((left, right - extra) for (left, right), extra in pads)
+        return LinearOperator.of_transposed(kernel, shape, *numbers, crops, "zeros")
+    operator = LinearOperator.of_convolution(kernel, shape, *numbers, _pads(layer, kernel), layer.padding_mode)
+    _check_torch_padding(operator.axes)
+    return operator
+
+
+def _kind(layer: nn.Module) -> type | None:
+    """The class of torch, or of ours that knows its operator, whose function the layer computes."""
+    for cls in type(layer).__mro__:
+        ours = _is_ours(cls) and issubclass(cls, LinearLayer)
+        if (ours or cls in _TORCHS_OWN) and as_defined(layer, cls):
+            return cls
+    return None
 
 
 def reads(layer: nn.Module) -> bool:
     """Whether ``read_layer`` knows what the layer computes."""
-    return any(cls in _READABLE and as_defined(layer, cls) for cls in type(layer).__mro__)
+    return _kind(layer) is not None
 
 
 def misfit(layer: nn.Module | None, shapes: Sequence[Sequence[int]]) -> str:
@@ -340,18 +175,6 @@ def misfit(layer: nn.Module | None, shapes: Sequence[Sequence[int]]) -> str:
     return ""
 
 
-def _refuse_hooks(layer: nn.Module) -> None:
-    """Refuse hooks that can change what the layer computes, except those of torch that set the weight."""
-    before = (*layer._forward_pre_hooks.values(), *torch_module._global_forward_pre_hooks.values())
-    after = (*layer._forward_hooks.values(), *torch_module._global_forward_hooks.values())
-    unknown = [hook for hook in before if not isinstance(hook, WEIGHT_HOOKS)] + list(after)
-    if unknown:
-        names = ", ".join(getattr(hook, "__name__", type(hook).__name__) for hook in unknown)
-        raise ValueError(
-            f"{type(layer).__name__} has forward hooks ({names}), which can change what it computes: remove them first"
-        )
-
-
 @torch.no_grad()
 def used_weight(layer: nn.Module) -> Tensor:
     """The weight after the casts that the forward pass makes, in float64 on the CPU.
@@ -362,7 +185,7 @@ def used_weight(layer: nn.Module) -> Tensor:
     attribute is the one of the pass before: they are asked for it.
     """
     if isinstance(layer, ParametrizedWeight) and not layer._forward_pre_hooks:
-        return checked_weight(layer.used_weight(), type(layer).__name__)
+        return layer.exact_weight()
     weight: Any = layer.weight
     for hook in layer._forward_pre_hooks.values():
         if isinstance(hook, WeightNorm) and hook.name == "weight":
@@ -374,79 +197,19 @@ def used_weight(layer: nn.Module) -> Tensor:
     return checked_weight(as_autocast(weight), type(layer).__name__)
 
 
-def checked_weight(weight: Tensor, owner: str) -> Tensor:
-    """``weight`` in float64 on the CPU.
-
-    Raises:
-        ValueError: if it is complex, not dense or not finite, or on the meta device.
-    """
-    if weight.is_complex():
-        raise ValueError(
-            f"the weight of {owner} is complex ({weight.dtype}), and only real ones are supported: write z as the pair "
-            "of its real and imaginary part, which has the same norm"
-        )
-    if weight.is_meta:
-        raise ValueError(f"the weight of {owner} is on the meta device, which holds no numbers: load the weights first")
-    if weight.layout != torch.strided:
-        raise ValueError(f"the weight of {owner} is in the layout {weight.layout}, and must be dense: use to_dense()")
-    with full_precision(weight):
-        exact = weight.detach().to("cpu", torch.float64)
-    if not bool(exact.isfinite().all()):
-        bad = int((~exact.isfinite()).sum())
-        raise ValueError(
-            f"the weight of {owner} holds {bad} values that are not finite (of {exact.numel()}): it has no norm"
-        )
-    return exact
-
-
-def _read_convolution(layer: _ConvNd, kernel: Tensor, sizes: Sizes) -> LinearOperator:
-    transposed = isinstance(layer, _ConvTransposeNd)
-    # Torch takes the size of the kernel from the weight, whatever ``kernel_size`` says.
-    extent = tuple(d * (k - 1) + 1 for d, k in zip(layer.dilation, kernel.shape[2:], strict=True))
-    if transposed:
-        axes = _transposed_axes(layer, extent, sizes)
-    else:
-        axes = convolution_axes(sizes, extent, tuple(layer.stride), _pads(layer, extent), layer.padding_mode)
-        if isinstance(layer, _OrthogonalConvolution):
-            if layer.padding_mode == "circular":
-                check_circular_size(sizes, layer.geometry.stride)
-        else:
-            _check_torch_padding(axes)
-    return LinearOperator(kernel, tuple(layer.dilation), layer.groups, axes, transposed)
-
-
-def _pads(layer: _ConvNd, extent: Sizes) -> Pads:
-    if isinstance(layer, _OrthogonalConvolution):
-        return layer._pads
+def _pads(layer: _ConvNd, kernel: Tensor) -> Pads:
+    """Left and right padding of each axis of one of torch's convolutions."""
     if layer.padding_mode != "zeros":
         # What the forward pass uses, which is not `padding` if that was changed later; last axis first.
-        flat: Any = layer._reversed_padding_repeated_twice
+        flat: list[int] = layer._reversed_padding_repeated_twice
         return tuple(zip(flat[::2], flat[1::2], strict=True))[::-1]
-    return given_pads(layer.padding, extent)
-
-
-def given_pads(padding: Any, extent: Sizes) -> Pads:
-    """Left and right padding of each axis from torch's argument."""
-    if padding == "valid":
-        return ((0, 0),) * len(extent)
-    if padding == "same":
-        return tuple(((e - 1) // 2, e - 1 - (e - 1) // 2) for e in extent)
-    each = (padding,) * len(extent) if isinstance(padding, int) else tuple(padding)
+    padding, dims = layer.padding, len(layer.stride)
+    if isinstance(padding, str):
+        # Torch takes the size of the kernel from the weight, whatever ``kernel_size`` says.
+        extent = tuple(d * (k - 1) + 1 for d, k in zip(layer.dilation, kernel.shape[2:], strict=True))
+        return same_pads(extent, (1,) * dims) if padding == "same" else ((0, 0),) * dims
+    each = (padding,) * dims if isinstance(padding, int) else padding
     return tuple((pad, pad) for pad in each)
-
-
-def convolution_axes(sizes: Sizes, extent: Sizes, stride: Sizes, pads: Pads, mode: str) -> tuple[Axis, ...]:
-    """Axes of a plain convolution.
-
-    Raises:
-        ValueError: if the kernel does not fit in the padded input.
-    """
-    windows = [(n + sum(pad) - e) // s + 1 for n, e, s, pad in zip(sizes, extent, stride, pads, strict=True)]
-    if min(windows) < 1:
-        raise ValueError(
-            f"an input of size {sizes}, padded by {pads}, is smaller than the kernel, which extends over {extent}"
-        )
-    return tuple(Axis(*numbers, mode) for numbers in zip(sizes, windows, extent, stride, pads, strict=True))
 
 
 def _check_torch_padding(axes: tuple[Axis, ...]) -> None:
@@ -459,24 +222,4 @@ def _check_torch_padding(axes: tuple[Axis, ...]) -> None:
             )
 
 
-def _transposed_axes(layer: _ConvNd, extent: Sizes, sizes: Sizes) -> tuple[Axis, ...]:
-    """Axes of the convolution that a transposed layer is the adjoint of: its domain is the layer's output."""
-    stride = tuple(layer.stride)
-    if isinstance(layer, _OrthogonalConvolution) and layer.padding_mode == "circular":
-        # What falls past the border is wrapped around, whatever the crop. A crop on the left only shifts the circle,
-        # so leave it out: no singular value depends on it.
-        return tuple(
-            Axis(n * s, n, e, s, (0, max(0, e - s)), "circular") for n, e, s in zip(sizes, extent, stride, strict=True)
-        )
-    if isinstance(layer, _OrthogonalConvolution):
-        pads: Pads = layer._pads
-    else:
-        padding: Any = layer.padding
-        pads = tuple((p, p - extra) for p, extra in zip(padding, layer.output_padding, strict=True))
-    domain = tuple((n - 1) * s + e - sum(pad) for n, s, e, pad in zip(sizes, stride, extent, pads, strict=True))
-    if min(domain) < 1:
-        raise ValueError(f"an input of size {sizes} is too small: the output would have size {domain}")
-    return tuple(Axis(*numbers, "zeros") for numbers in zip(domain, sizes, extent, stride, pads, strict=True))
-
-
-remember(*_READABLE)
+remember(*_TORCHS_OWN, *(cls for cls in vars(layers).values() if isinstance(cls, type)))

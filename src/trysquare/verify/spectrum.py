@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trysquare.nn.layers.conv import _OrthogonalConvolution
 from trysquare.nn.linalg.bounds import (
     BUDGET,
     SingularValueRange,
@@ -24,9 +23,10 @@ from trysquare.nn.linalg.bounds import (
     singular_value_range,
 )
 from trysquare.nn.linalg.lanczos import ExtremeSingularValues, golub_kahan
+from trysquare.nn.linalg.operator import Axis, LinearLayer, LinearOperator
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF, Polyphase, circular_singular_values, polyphase
 from trysquare.progress import busy
-from trysquare.verify.operators import Axis, LinearOperator, read_layer
+from trysquare.verify.operators import read_layer
 
 # Entries of the largest dense matrix whose singular values are computed, and the side of the largest that a bound is
 # certified on.
@@ -305,7 +305,7 @@ def _bound_for_any_size(layer: nn.Module) -> float:
         any_size_bound(convolution, _BUDGET / 8) if operator.axes else circular_range(convolution, (), lowest=False)[1]
     )
     # Ours refuse sizes on which circular windows overlap.
-    circle = operator.transposed or isinstance(layer, _OrthogonalConvolution)
+    circle = operator.transposed or isinstance(layer, LinearLayer)
     repeats = 1 if circle else math.prod(_most_repeats(axis) for axis in operator.axes)
     return rescaled_up(bound * math.sqrt(repeats) * (1 + 4 * UNIT_ROUNDOFF), exponent)
 

@@ -10,7 +10,8 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import trysquare as ts
-from trysquare.nn.layers.convolution import CONV, circular_convolution
+from trysquare.nn.layers.convolution import circular_convolution
+from trysquare.nn.linalg.kernels import CONV
 
 # What torch loads for derivatives in forward mode warns about torch.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

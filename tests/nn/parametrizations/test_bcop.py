@@ -6,8 +6,8 @@ import torch
 import trysquare as ts
 from tests.oracle import distance_from_orthogonal
 from trysquare.nn.linalg import compose
+from trysquare.nn.linalg.orthonormal import random_orthonormal
 from trysquare.nn.parametrizations.assignment import search_free_tensors
-from trysquare.nn.parametrizations.base import random_orthonormal
 
 
 def two_tap(rows, axis):

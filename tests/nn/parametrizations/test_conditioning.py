@@ -8,7 +8,7 @@ from torch import nn
 
 import trysquare as ts
 from tests.oracle import distance_from_orthogonal
-from trysquare.nn.parametrizations import reconditioning
+from trysquare.nn.parametrizations import base
 
 
 def condition(tensor):
@@ -26,7 +26,7 @@ def test_degenerate_tensors_are_replaced_and_the_weight_stays(name, make, monkey
             tensor.mul_(spread[:, None] if tensor.shape[-2] <= tensor.shape[-1] else spread)
     before = layer.weight.detach().clone()
     scales = [float(t.detach().norm()) for t in layer.free_tensors]
-    monkeypatch.setattr(reconditioning, "RECONDITION_EVERY", 1)
+    monkeypatch.setattr(base, "RECONDITION_EVERY", 1)
     for tensor in layer.free_tensors:
         tensor.grad = torch.zeros_like(tensor)
     torch.optim.SGD(layer.parameters(), 0.0).step()
@@ -37,7 +37,7 @@ def test_degenerate_tensors_are_replaced_and_the_weight_stays(name, make, monkey
 
 
 def test_good_tensors_and_those_that_are_not_trained_are_left_alone(monkeypatch):
-    monkeypatch.setattr(reconditioning, "RECONDITION_EVERY", 1)
+    monkeypatch.setattr(base, "RECONDITION_EVERY", 1)
     layer, frozen = ts.OrthoConv2d(6, 6, 3), ts.OrthoConv2d(6, 6, 3)
     with torch.no_grad():
         for tensor in frozen.free_tensors:
@@ -48,7 +48,7 @@ def test_good_tensors_and_those_that_are_not_trained_are_left_alone(monkeypatch)
 
 
 def test_copies_are_reconditioned_too_and_reading_changes_nothing(monkeypatch):
-    monkeypatch.setattr(reconditioning, "RECONDITION_EVERY", 1)
+    monkeypatch.setattr(base, "RECONDITION_EVERY", 1)
     layer = copy.deepcopy(ts.OrthoLinear(6, 6))
     with torch.no_grad():
         layer.free_tensors[0].mul_(torch.logspace(0, 4, 6)[:, None])

@@ -24,7 +24,7 @@ from trysquare.lab.training.recipe import Recipe
 from trysquare.lab.training.run import Run, load_run, starting
 from trysquare.lab.training.step import Gradients, takes_head
 from trysquare.naming import shown
-from trysquare.nn.parametrizations.reconditioning import continue_from, steps_taken
+from trysquare.nn.parametrizations.base import continue_from, steps_taken
 from trysquare.verify.certification import certified_radius, evaluating, radius_text
 from trysquare.verify.lipschitz import analyse
 

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from trysquare.lab.models import Classifier
 from trysquare.naming import pick
-from trysquare.nn.layers.base import ParametrizedWeight
 from trysquare.nn.losses import Loss
+from trysquare.nn.parametrizations.base import ParametrizedWeight
 
 
 def takes_head(loss: Loss) -> bool:

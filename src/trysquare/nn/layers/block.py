@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from trysquare.naming import refuse_arguments
 from trysquare.nn.geometry import ConvGeometry, Pads, Sizes, check_groups, flag, per_axis
 from trysquare.nn.layers.activations import with_slopes_in_unit_interval
-from trysquare.nn.layers.base import ParametrizedWeight, factory_of
 from trysquare.nn.layers.conv import Size
 from trysquare.nn.layers.convolution import Convolution, check_padding_mode
 from trysquare.nn.layers.packing import PackedKernels, unpack
 from trysquare.nn.parametrizations import Parametrization, orthogonal_kernel
+from trysquare.nn.parametrizations.base import ParametrizedWeight, factory_of
 
 
 class Block(ParametrizedWeight):

@@ -8,29 +8,20 @@ adjoint of the first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import ConvGeometry, Pads, flag, per_axis
-from trysquare.nn.layers.base import ParametrizedWeight, check_dtype, copy_weights, factory_of
-from trysquare.nn.layers.convolution import (
-    PLAIN_CONV,
-    Convolution,
-    crops,
-    crops_for,
-    flat,
-    in_format_of,
-    native_crop,
-    symmetric,
-)
+from trysquare.nn.geometry import ConvGeometry, flag, per_axis, per_axis_each
+from trysquare.nn.layers.convolution import PLAIN_CONV, Convolution, crops, in_format_of, native_crop
 from trysquare.nn.layers.series import Series
+from trysquare.nn.linalg.operator import LinearOperator
 from trysquare.nn.linalg.orthogonalize import orthogonalizer as find_orthogonalizer
 from trysquare.nn.linalg.precision import as_autocast
-from trysquare.nn.parametrizations import find_method
+from trysquare.nn.parametrizations import SOC, find_method
+from trysquare.nn.parametrizations.base import ParametrizedWeight, check_dtype, copy_weights, factory_of
 
 __all__ = [
     "OrthoConv1d",
@@ -64,7 +55,6 @@ class _OrthogonalConvolution(ParametrizedWeight):
     groups: Any
     padding: Any
     padding_mode: Any
-    _pads: Pads
     _convolution: Convolution
     _series: Series | None
     _padding_argument: str | Size
@@ -80,8 +70,8 @@ class _OrthogonalConvolution(ParametrizedWeight):
         method: str,
         orthogonalizer: str,
         options: dict[str, Any],
-    ) -> ConvGeometry:
-        """Geometry of the convolution, with the size of the weight that the method makes of ``kernel_size``."""
+    ) -> tuple[ConvGeometry, Any]:
+        """Return the geometry of the convolution, with the kernel size that the method makes, and the method."""
         find_orthogonalizer(orthogonalizer)
         chosen = find_method(method, options)
         if not chosen.uses_orthogonalizer and orthogonalizer != _DEFAULT_ORTHOGONALIZER:
@@ -91,26 +81,28 @@ class _OrthogonalConvolution(ParametrizedWeight):
         _, stride, dilation = sizes
         kernel_size = chosen.full_kernel_size(*sizes, **options)
         transposed = isinstance(self, _TransposedConvolution)
-        return ConvGeometry(
+        geometry = ConvGeometry(
             *channels, kernel_size, stride, dilation, groups, parsimonious, chosen.orthogonal, chosen.exact, transposed
         )
+        return geometry, chosen
 
     def _finish(
         self,
         geometry: ConvGeometry,
+        convolution: Convolution,
+        made_by: Any,
         kernel_size: tuple[int, ...],
+        padding: str | Size,
         method: str,
         orthogonalizer: str,
         options: dict[str, Any],
     ) -> None:
         """Keep the arguments and parametrize the weight, once torch's constructor has run."""
         self.geometry, self.method, self.orthogonalizer = geometry, method, orthogonalizer
-        self._kernel_argument, self.options = kernel_size, options
-        numbers = geometry.kernel_size, geometry.stride, geometry.dilation, geometry.groups
-        self._convolution = Convolution(*numbers, self._pads, self.padding_mode, geometry.transposed)
-        chosen: Any = find_method(method, options)
-        made = chosen(geometry, orthogonalizer, **options, **factory_of(self.weight))
-        self._series = Series.of(made, geometry, self._convolution)
+        self._kernel_argument, self._padding_argument, self.options = kernel_size, padding, options
+        self._convolution = convolution
+        made = made_by(geometry, orthogonalizer, **options, **factory_of(self.weight))
+        self._series = Series.of(made, geometry, convolution) if isinstance(made, SOC) else None
         self._note = f", {made.note}" if made.note else ""
         self._parametrize_weight(made)
 
@@ -149,6 +141,15 @@ class _OrthogonalConvolution(ParametrizedWeight):
             return super()._computes_with()
         return [tensor for tensor in self._sources() if tensor.requires_grad]
 
+    def linear_operator(self, input_shape: Sequence[int], weight: Tensor | None = None) -> LinearOperator:
+        """Return the layer without its bias as a linear operator; see ``linalg.operator.LinearLayer``."""
+        return self._convolution.linear_operator(self.exact_weight(weight), tuple(input_shape))
+
+    @property
+    def is_one_call(self) -> bool:
+        """Whether a pass is one convolution of torch's with the weight: no terms, and no wrapping of its result."""
+        return not self._convolution.transposed and not self._applies_terms()
+
     def as_torch(self) -> nn.Module:
         """A plain layer of torch, and padding layers where torch has no argument for the padding."""
         return self._convolution.plain(self.weight, self.bias, self.training)
@@ -157,10 +158,6 @@ class _OrthogonalConvolution(ParametrizedWeight):
     def truncation_error(self) -> float:
         """Certified distance of the singular values from 1 that the method leaves besides rounding; 0 if none."""
         return self.parametrization.truncation_error
-
-    def _numbers(self, kernel_size: Size, stride: Size, dilation: Size) -> tuple[tuple[int, ...], ...]:
-        named = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
-        return tuple(per_axis(name, value, self.dims) for name, value in named.items())
 
     def _options(self) -> dict[str, Any]:
         """Arguments that a layer and its adjoint have in common."""
@@ -179,8 +176,8 @@ class _OrthogonalConvolution(ParametrizedWeight):
     def _share_weight(self, twin: _OrthogonalConvolution) -> Any:
         if self.padding_mode == "circular" and not self._keeps_all_outputs:
             raise ValueError(
-                f"circular padding {self._pads} drops outputs, so the size of the input cannot be told from that of "
-                "the output; use padding='same' for a layer with an adjoint"
+                f"circular padding {self._convolution.pads} drops outputs, so the size of the input cannot be told "
+                "from that of the output; use padding='same' for a layer with an adjoint"
             )
         twin._cache, twin._writes = self._cache, self._writes
         twin.parametrizations["weight"] = self.parametrizations["weight"]  # type: ignore[index,operator]
@@ -188,7 +185,7 @@ class _OrthogonalConvolution(ParametrizedWeight):
 
     @property
     def _keeps_all_outputs(self) -> bool:
-        axes = zip(self._pads, self.geometry.extent, self.geometry.stride, strict=True)
+        axes = zip(self._convolution.pads, self.geometry.extent, self.geometry.stride, strict=True)
         return self.padding_mode == "circular" and all(sum(pad) >= extent - stride for pad, extent, stride in axes)
 
     def _check_axes(self, x: Tensor) -> None:
@@ -284,11 +281,11 @@ class _Convolution(_OrthogonalConvolution):
         parsimonious: bool = False,
         **options: Any,
     ) -> None:
-        sizes = self._numbers(kernel_size, stride, dilation)
+        sizes = per_axis_each(self.dims, kernel_size=kernel_size, stride=stride, dilation=dilation)
         channels = (in_channels, out_channels)
         parsimonious = flag("parsimonious", parsimonious)
-        geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
-        pads = geometry.pads(padding, padding_mode)
+        geometry, made_by = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
+        convolution = Convolution.of(geometry, geometry.pads(padding, padding_mode), padding_mode)
         check_dtype(dtype)
         super().__init__(  # type: ignore[call-arg]
             geometry.in_channels,
@@ -303,10 +300,9 @@ class _Convolution(_OrthogonalConvolution):
             device,
             dtype,
         )
-        self._pads, self._padding_argument = pads, padding
-        self._reversed_padding_repeated_twice = flat(pads)  # what torch's own forward would read
-        self.padding = tuple(left for left, _ in pads) if symmetric(pads) else "same"
-        self._finish(geometry, sizes[0], method, orthogonalizer, options)
+        self._reversed_padding_repeated_twice = convolution.flat_pads  # what torch's own forward would read
+        self.padding = "same" if convolution.torch_pads is None else convolution.torch_pads
+        self._finish(geometry, convolution, made_by, sizes[0], padding, method, orthogonalizer, options)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Convolve, as ``nn.Conv*d`` does.
@@ -365,12 +361,13 @@ class _TransposedConvolution(_OrthogonalConvolution):
         parsimonious: bool = False,
         **options: Any,
     ) -> None:
-        sizes = self._numbers(kernel_size, stride, dilation)
+        sizes = per_axis_each(self.dims, kernel_size=kernel_size, stride=stride, dilation=dilation)
         channels = (out_channels, in_channels)
         parsimonious = flag("parsimonious", parsimonious)
-        geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
+        geometry, made_by = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
         output_padding = per_axis("output_padding", output_padding, self.dims, least=0)
         pads = crops(geometry, padding, output_padding, padding_mode)
+        convolution = Convolution.of(geometry, pads, padding_mode)
         check_dtype(dtype)
         super().__init__(  # type: ignore[call-arg]
             geometry.out_channels,
@@ -386,9 +383,9 @@ class _TransposedConvolution(_OrthogonalConvolution):
             device,
             dtype,
         )
-        self._pads, self._padding_argument, self.padding_mode = pads, padding, padding_mode
+        self.padding_mode = padding_mode
         self.padding, self.output_padding, _ = native_crop(pads, geometry.stride, geometry.dilation)
-        self._finish(geometry, sizes[0], method, orthogonalizer, options)
+        self._finish(geometry, convolution, made_by, sizes[0], padding, method, orthogonalizer, options)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:  # noqa: A002
         """Apply the adjoint of the convolution, as ``nn.ConvTranspose*d`` does.
@@ -402,9 +399,8 @@ class _TransposedConvolution(_OrthogonalConvolution):
         convolution = self._convolution
         if output_size is not None:
             sizes = input.shape[-self.dims :]
-            cut = crops_for(self.geometry, self._pads, self.padding_mode, sizes, output_size)
-            convolution = replace(convolution, pads=cut)
-        if self._series is not None and convolution.pads == self._pads and self._applies_terms():
+            convolution = convolution.to_size(sizes, output_size)
+        if self._series is not None and convolution.pads == self._convolution.pads and self._applies_terms():
             return in_format_of(input, self._series(input, *self._factors(), self.bias))
         return convolution(input, self._current_weight(), self.bias)
 
@@ -414,7 +410,7 @@ class _TransposedConvolution(_OrthogonalConvolution):
         Raises:
             ValueError: if zeros are added to the output that no convolution with these numbers would read.
         """
-        added = tuple(left - right for left, right in self._pads)
+        added = tuple(left - right for left, right in self._convolution.pads)
         if self.padding_mode == "zeros" and any(a >= s for a, s in zip(added, self.stride, strict=True)):
             raise ValueError(
                 f"output_padding={added} reaches the stride {self.stride}, so the convolution of the output has more "

@@ -16,14 +16,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trysquare import torch_internals
 from trysquare.naming import shown
-from trysquare.nn.geometry import PADDING_MODES, ConvGeometry, Pads, Sizes, check_circular_size
-from trysquare.nn.layers.base import copy_weights
-from trysquare.nn.linalg.functions import apply_function, is_traced
-from trysquare.nn.linalg.precision import as_autocast, full_precision
+from trysquare.nn.geometry import (
+    PADDING_MODES,
+    ConvGeometry,
+    Pads,
+    Sizes,
+    check_circular_size,
+    flat_pads,
+    same_pads,
+)
+from trysquare.nn.linalg.kernels import CONV, CONV_TRANSPOSE
+from trysquare.nn.linalg.operator import LinearOperator
+from trysquare.nn.linalg.precision import apply_function, each_as_autocast, full_precision, is_traced
+from trysquare.nn.parametrizations.base import copy_weights
 
-CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 PLAIN_CONV: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 PLAIN_CONV_TRANSPOSE: dict[int, Any] = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 CIRCULAR_PAD: dict[int, Any] = {1: nn.CircularPad1d, 2: nn.CircularPad2d, 3: nn.CircularPad3d}
@@ -52,13 +60,26 @@ class Convolution:
     pads: Pads = ()
     mode: str = "zeros"
     transposed: bool = False
-    # Torch's arguments: all of the padding, and zeros on both sides alike, where they are.
-    _flat_pads: list[int] = field(init=False, repr=False, compare=False)
-    _torch_pads: Sizes | None = field(init=False, repr=False, compare=False)
+    # Torch's arguments: all of the padding, and one number for both sides of an axis where they are alike.
+    flat_pads: list[int] = field(init=False, repr=False, compare=False)
+    torch_pads: Sizes | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_flat_pads", flat(self.pads))
-        object.__setattr__(self, "_torch_pads", tuple(p for p, _ in self.pads) if symmetric(self.pads) else None)
+        object.__setattr__(self, "flat_pads", flat_pads(self.pads))
+        alike = all(left == right for left, right in self.pads)
+        object.__setattr__(self, "torch_pads", tuple(left for left, _ in self.pads) if alike else None)
+
+    @classmethod
+    def of(cls, geometry: ConvGeometry, pads: Pads, mode: str) -> Convolution:
+        """The convolution of a layer, or the transposed one, with the numbers of its geometry."""
+        numbers = geometry.kernel_size, geometry.stride, geometry.dilation, geometry.groups
+        return cls(*numbers, pads, mode, geometry.transposed)
+
+    @classmethod
+    def same(cls, kernel_size: Sizes, stride: Sizes, dilation: Sizes, groups: int, mode: str) -> Convolution:
+        """The convolution whose outputs have the size of the input divided by the stride."""
+        unpadded = cls(kernel_size, stride, dilation, groups, (), mode)
+        return replace(unpadded, pads=same_pads(unpadded.extent, stride))
 
     @property
     def dims(self) -> int:
@@ -79,6 +100,26 @@ class Convolution:
         """Of a convolution with stride 1, the transposed one as a plain one, with the adjoint kernel."""
         return replace(self, pads=tuple((right, left) for left, right in self.pads))
 
+    def to_size(self, sizes: Sequence[int], output_size: Sequence[int]) -> Convolution:
+        """Of a transposed convolution, the one that makes ``output_size`` of an input of ``sizes``.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        wanted = tuple(output_size)[-self.dims :]
+        if len(wanted) != self.dims:
+            raise ValueError(f"output_size={tuple(output_size)} must have {self.dims} sizes, one per axis")
+        full = [(size - 1) * s + e for size, s, e in zip(sizes, self.stride, self.extent, strict=True)]
+        cut = tuple((left, f - left - want) for (left, _), f, want in zip(self.pads, full, wanted, strict=True))
+        fits = [abs(new - old) < s for (_, new), (_, old), s in zip(cut, self.pads, self.stride, strict=True)]
+        if self.mode == "circular":
+            fits = [want == size * s for want, size, s in zip(wanted, sizes, self.stride, strict=True)]
+        if not all(fits):
+            raise ValueError(
+                f"output_size={wanted} cannot be made from an input of size {tuple(sizes)} at stride={self.stride}"
+            )
+        return replace(self, pads=cut)
+
     def __call__(self, x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
         """Apply ``kernel`` to ``(batch, channels, *sizes)``, or without the batch; a matrix to the last axis.
 
@@ -96,15 +137,15 @@ class Convolution:
             sizes = x.shape[-self.dims :]
             if any(size % stride for size, stride in zip(sizes, self.stride, strict=True)):
                 check_circular_size(sizes, self.stride)
-            if any(self._flat_pads):
+            if any(self.flat_pads):
                 if all(max(pad) <= size for pad, size in zip(self.pads, sizes, strict=True)):
-                    numbers = self._flat_pads, self.stride, self.dilation, self.groups
+                    numbers = self.flat_pads, self.stride, self.dilation, self.groups
                     return in_format_of(x, circular_convolution(x, kernel, bias, *numbers))
                 x = in_format_of(x, circular_pad(x, self.pads))
-        elif self._torch_pads is not None:
-            padding = self._torch_pads
+        elif self.torch_pads is not None:
+            padding = self.torch_pads
         else:
-            x = F.pad(x, self._flat_pads)
+            x = F.pad(x, self.flat_pads)
         return in_format_of(x, CONV[self.dims](x, kernel, bias, self.stride, padding, self.dilation, self.groups))
 
     def _spread(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
@@ -116,7 +157,27 @@ class Convolution:
             return output if bias is None else output + bias.to(output.dtype).view(-1, *(1,) * self.dims)
         padding, extra, rest = native_crop(self.pads, self.stride, self.dilation)
         output = transpose(x, kernel, bias, self.stride, padding, extra, self.groups, self.dilation)
-        return F.pad(output, flat(rest)) if any(map(any, rest)) else output
+        return F.pad(output, flat_pads(rest)) if any(map(any, rest)) else output
+
+    def linear_operator(self, kernel: Tensor, shape: Sizes) -> LinearOperator:
+        """Return what it does to inputs of a shape, without the batch, as a linear operator.
+
+        Args:
+            kernel: float64 on the CPU, as ``linalg.operator.checked_weight`` returns it.
+            shape: ``(channels, *sizes)``; of a matrix, any shape that ends in what it reads.
+
+        Raises:
+            ValueError: if the shape does not fit, or the padding is circular and the stride does not divide the sizes.
+        """
+        if not self.dims:
+            return LinearOperator.of_matrix(kernel, shape)
+        numbers = self.stride, self.dilation, self.groups, self.pads, self.mode
+        if self.transposed:
+            return LinearOperator.of_transposed(kernel, shape, *numbers)
+        operator = LinearOperator.of_convolution(kernel, shape, *numbers)
+        if self.mode == "circular":
+            check_circular_size(shape[1:], self.stride)
+        return operator
 
     def plain(self, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
         """The same with this kernel in plain layers of torch; padding is one where torch has no argument for it."""
@@ -135,14 +196,15 @@ class Convolution:
         if padding is not None:
             return plain  # type: ignore[no-any-return]
         pad = CIRCULAR_PAD if self.mode == "circular" else ZERO_PAD
-        return nn.Sequential(pad[self.dims](tuple(flat(self.pads))), plain).train(training)
+        return nn.Sequential(pad[self.dims](tuple(self.flat_pads)), plain).train(training)
 
     def _torch_padding(self) -> Any:
         """Torch's argument for the padding, if it has one."""
-        if symmetric(self.pads):
-            return tuple(left for left, _ in self.pads)
-        same = self.pads == tuple(((e - 1) // 2, e // 2) for e in self.extent)
-        return "same" if same and self.mode == "circular" and set(self.stride) == {1} else None
+        if self.torch_pads is not None:
+            return self.torch_pads
+        # Torch's own layers with a stride have no padding "same".
+        same = set(self.stride) == {1} and self.pads == same_pads(self.extent, self.stride)
+        return "same" if same and self.mode == "circular" else None
 
     def _plain_transposed(self, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
         """A transposed convolution; a periodic extension of the input and a crop of the result wrap around."""
@@ -158,7 +220,7 @@ class Convolution:
         plain = self._cropped(crops, kernel, bias, training)
         if not any(map(any, reach)):
             return plain
-        return nn.Sequential(CIRCULAR_PAD[self.dims](tuple(flat(reach))), plain).train(training)
+        return nn.Sequential(CIRCULAR_PAD[self.dims](tuple(flat_pads(reach))), plain).train(training)
 
     def _cropped(self, crops: Pads, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
         """``nn.ConvTranspose*d`` with ``crops`` cut off its full output."""
@@ -170,20 +232,10 @@ class Convolution:
         copy_weights(plain, kernel, bias, training)
         if not any(map(any, rest)):
             return plain  # type: ignore[no-any-return]
-        return nn.Sequential(plain, ZERO_PAD[self.dims](tuple(flat(rest)))).train(training)
+        return nn.Sequential(plain, ZERO_PAD[self.dims](tuple(flat_pads(rest)))).train(training)
 
 
 # -- padding
-
-
-def flat(pads: Pads) -> list[int]:
-    """Torch's order: last axis first, left before right."""
-    return [amount for pad in reversed(pads) for amount in pad]
-
-
-def symmetric(pads: Pads) -> bool:
-    """Whether both sides of every axis have the same."""
-    return all(left == right for left, right in pads)
 
 
 def check_padding_mode(mode: str) -> None:
@@ -225,26 +277,6 @@ def crops(geometry: ConvGeometry, padding: str | int | Sequence[int], output_pad
     cut = tuple((left, right - extra) for (left, right), extra in zip(pads, output_padding, strict=True))
     if mode == "circular":
         geometry.check_circular(cut)
-    return cut
-
-
-def crops_for(geometry: ConvGeometry, pads: Pads, mode: str, sizes: Sequence[int], output_size: Sequence[int]) -> Pads:
-    """Crops of a transposed layer with crops ``pads`` that make ``output_size`` of an input of ``sizes``.
-
-    Raises:
-        ValueError: if there are none.
-    """
-    dims, stride = geometry.dims, geometry.stride
-    wanted = tuple(output_size)[-dims:]
-    if len(wanted) != dims:
-        raise ValueError(f"output_size={tuple(output_size)} must have {dims} sizes, one per axis")
-    full = [(size - 1) * s + e for size, s, e in zip(sizes, stride, geometry.extent, strict=True)]
-    cut = tuple((left, f - left - want) for (left, _), f, want in zip(pads, full, wanted, strict=True))
-    fits = [abs(new - old) < s for (_, new), (_, old), s in zip(cut, pads, stride, strict=True)]
-    if mode == "circular":
-        fits = [want == size * s for want, size, s in zip(wanted, sizes, stride, strict=True)]
-    if not all(fits):
-        raise ValueError(f"output_size={wanted} cannot be made from an input of size {tuple(sizes)} at stride={stride}")
     return cut
 
 
@@ -311,7 +343,7 @@ class _CircularConvolution(torch.autograd.Function):
         stride, padding, dilation, groups = ctx.numbers
         # Asked of the engine: `needs_input_grad` is about the graph, not about this pass through it.
         nodes = [node for node, _ in ctx.next_functions]
-        wanted = [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
+        wanted = [node is not None and torch_internals.will_run(node) for node in nodes]
         wanted += [False] * (3 - len(wanted))
         grad_x, *others = torch.ops.aten.convolution_backward(
             grad, _around(x, ctx.pads), weight, ctx.bias_shape,
@@ -350,23 +382,20 @@ def circular_convolution(
     numbers = stride, [0] * len(stride), dilation, groups
     if not _is_for_training(x, weight):
         return CONV[len(stride)](_around(x, pads), weight, bias, *numbers)
-    x, weight, bias = (_ready(tensor) for tensor in (x, weight, bias))
+    tensors = each_as_autocast(_no_leaf(x), _no_leaf(weight), None if bias is None else _no_leaf(bias))
     with full_precision(x):
-        return apply_function(_CircularConvolution, x, weight, bias, pads, numbers)  # type: ignore[no-any-return]
+        return apply_function(_CircularConvolution, *tensors, pads, numbers)  # type: ignore[no-any-return]
 
 
 def _is_for_training(x: Tensor, weight: Tensor) -> bool:
     """Whether autograd wants gradients of a batch; compilers and transforms want plain operations."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or x.ndim != weight.ndim:
         return False
-    if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
+    if torch_internals.transforms_are_active() or torch_internals.jit_trace() is not None:
         return False
     return x.requires_grad or weight.requires_grad
 
 
-def _ready(tensor: Any) -> Any:
-    """As autocast wants it, and no leaf: about leaves the engine does not say whether their gradient is wanted."""
-    if tensor is None:
-        return None
-    tensor = as_autocast(tensor)
+def _no_leaf(tensor: Tensor) -> Tensor:
+    """The tensor, but about leaves the engine does not say whether their gradient is wanted."""
     return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor

@@ -21,10 +21,10 @@ from trysquare.nn.linalg.fourier import (
     orthogonal_response,
     wide_sizes,
 )
+from trysquare.nn.linalg.orthonormal import random_orthonormal
 from trysquare.nn.linalg.precision import at_least_float32, protected
 from trysquare.nn.parametrizations import METHODS
-from trysquare.nn.parametrizations.base import random_orthonormal
-from trysquare.nn.parametrizations.cache import Caching
+from trysquare.nn.parametrizations.base import Caching
 
 __all__ = [
     "FourierOrthoConv1d",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trysquare.nn.geometry import flag, positive
-from trysquare.nn.layers.base import ParametrizedWeight, copy_weights, factory_of
+from trysquare.nn.layers.linear import ParametrizedLinear
 from trysquare.nn.linalg.margins import least_radius
 from trysquare.nn.linalg.rescaling import unit_rows
 from trysquare.nn.parametrizations import Parametrization
+from trysquare.nn.parametrizations.base import factory_of
 
 __all__ = ["UnitNormLinear"]
 
@@ -55,7 +55,7 @@ class UnitRows(Parametrization):
         return f"{self.shape[0]}x{self.shape[1]}, rows of norm 1"
 
 
-class UnitNormLinear(ParametrizedWeight, nn.Linear):
+class UnitNormLinear(ParametrizedLinear):
     """An ``nn.Linear`` whose rows have norm 1: every output is 1-Lipschitz, but not all of them together.
 
     For a classifier that is enough: the difference of two outputs has Lipschitz constant ``‖w_i -
@@ -82,10 +82,6 @@ class UnitNormLinear(ParametrizedWeight, nn.Linear):
         super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
         self._parametrize_weight(UnitRows((out_features, in_features), **factory_of(self.weight)))
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """``input @ weight.T + bias``."""
-        return F.linear(input, self._current_weight(), self.bias)
-
     def pairwise_norms(self) -> Tensor:
         """``‖w_i - w_j‖`` for every pair of outputs, ``(out_features, out_features)`` in float64."""
         rows = self._current_weight().double()
@@ -110,11 +106,6 @@ class UnitNormLinear(ParametrizedWeight, nn.Linear):
         chosen = values.argmax(-1) if labels is None else labels
         margins = values.gather(-1, chosen.unsqueeze(-1)) - values
         return least_radius(margins, self.pairwise_norms()[chosen], chosen)
-
-    def as_torch(self) -> nn.Module:
-        """A plain ``nn.Linear``."""
-        plain = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        return copy_weights(plain, self.weight, self.bias, self.training)
 
     def extra_repr(self) -> str:
         """Sizes."""

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trysquare.nn.geometry import flag, positive
-from trysquare.nn.layers.base import ParametrizedWeight, check_dtype, copy_weights, factory_of
+from trysquare.nn.layers.convolution import Convolution
+from trysquare.nn.linalg.operator import LinearOperator
 from trysquare.nn.parametrizations import OrthonormalMatrix
+from trysquare.nn.parametrizations.base import ParametrizedWeight, check_dtype, factory_of
 
 __all__ = ["OrthoLinear"]
 
 
-class OrthoLinear(ParametrizedWeight, nn.Linear):
+class ParametrizedLinear(ParametrizedWeight, nn.Linear):
+    """An ``nn.Linear`` with a parametrized weight, whatever that is."""
+
+    _product: ClassVar[Convolution] = Convolution()
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """``input @ weight.T + bias``."""
+        return F.linear(input, self._current_weight(), self.bias)
+
+    def linear_operator(self, input_shape: Sequence[int], weight: Tensor | None = None) -> LinearOperator:
+        """Return the layer without its bias as a linear operator; see ``linalg.operator.LinearLayer``."""
+        return self._product.linear_operator(self.exact_weight(weight), tuple(input_shape))
+
+    def as_torch(self) -> nn.Module:
+        """A plain ``nn.Linear``."""
+        return self._product.plain(self.weight, self.bias, self.training)
+
+
+class OrthoLinear(ParametrizedLinear):
     """An ``nn.Linear`` whose weight has orthonormal rows, or columns if there are more outputs than inputs.
 
     Args:
@@ -48,15 +69,6 @@ class OrthoLinear(ParametrizedWeight, nn.Linear):
         self._parametrize_weight(
             OrthonormalMatrix((out_features, in_features), orthogonalizer, **factory_of(self.weight))
         )
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """``input @ weight.T + bias``."""
-        return F.linear(input, self._current_weight(), self.bias)
-
-    def as_torch(self) -> nn.Module:
-        """A plain ``nn.Linear``."""
-        plain = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        return copy_weights(plain, self.weight, self.bias, self.training)
 
     def extra_repr(self) -> str:
         """Sizes and orthogonalizer."""

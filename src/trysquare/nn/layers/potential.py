@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from trysquare.naming import refuse_arguments
 from trysquare.nn.geometry import check_groups, per_axis
-from trysquare.nn.layers.base import factory_of
 from trysquare.nn.layers.block import Block, Sum
 from trysquare.nn.layers.conv import Size
 from trysquare.nn.layers.convolution import Convolution, check_padding_mode
 from trysquare.nn.linalg.kernels import adjoint
 from trysquare.nn.parametrizations import Parametrization
+from trysquare.nn.parametrizations.base import factory_of
 
 
 class Contraction(Parametrization):
@@ -138,9 +138,7 @@ class PotentialConv(_PotentialStep):
         check_groups(groups, channels=channels, hidden_channels=self.hidden_channels)
         self.kernel_size = per_axis("kernel_size", kernel_size, self.dims)
         self.dilation = per_axis("dilation", dilation, self.dims)
-        spans = [d * (k - 1) for k, d in zip(self.kernel_size, self.dilation, strict=True)]
-        pads = tuple((span // 2, span - span // 2) for span in spans)
-        numbers = self.kernel_size, (1,) * self.dims, self.dilation
+        convolution = Convolution.same(self.kernel_size, (1,) * self.dims, self.dilation, groups, padding_mode)
         shape = (self.hidden_channels, channels // groups, *self.kernel_size)
         factory = {"device": device, "dtype": dtype}
-        self._take_step(Convolution(*numbers, groups, pads, padding_mode), shape, bias, activation, factory, options)
+        self._take_step(convolution, shape, bias, activation, factory, options)

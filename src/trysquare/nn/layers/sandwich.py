@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.nn.geometry import check_groups
-from trysquare.nn.layers.base import factory_of
 from trysquare.nn.layers.block import PackedBlock, ResamplingBlock
 from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.layers.packing import PackedKernels, Shapes
@@ -22,6 +21,7 @@ from trysquare.nn.linalg.kernels import adjoint
 from trysquare.nn.linalg.rescaling import positive
 from trysquare.nn.linalg.sandwich import mix, sandwich_pair
 from trysquare.nn.parametrizations import OrthonormalMatrix
+from trysquare.nn.parametrizations.base import factory_of
 
 __all__ = [
     "SandwichAOCConv1d",
@@ -156,8 +156,9 @@ class _ExplicitSandwich(_Sandwich, ResamplingBlock):
         fine, coarse = ((side, self.hidden_channels) for side in self._sides)
         strided = self._geometry("the strided kernel", fine, self.kernel_size, True, "hidden_channels")
         plain = self._geometry("the plain kernel", coarse, self.kernel_size, False, "hidden_channels")
-        down = self._convolution(self.kernel_size, strided.pads("same", self.padding_mode), strided=True)
-        flat = self._convolution(self.kernel_size, plain.pads("same", self.padding_mode), strided=False)
+        numbers = self.dilation, self.groups, self.padding_mode
+        down = Convolution.same(self.kernel_size, self.stride, *numbers)
+        flat = Convolution.same(self.kernel_size, (1,) * self.dims, *numbers)
         self._first, self._second = (flat, down.adjoint()) if self.transposed else (down, flat.flipped())
         parts = self._orthogonal(plain, factory), self._orthogonal(strided, factory)
         return SandwichKernels(*parts, self.groups, self.transposed, self.orthogonalizer, **factory)

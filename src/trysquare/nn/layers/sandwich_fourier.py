@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from trysquare.nn.geometry import Sizes, flag, per_axis
 from trysquare.nn.layers.activations import with_slopes_in_unit_interval
-from trysquare.nn.layers.base import keeping_precision
 from trysquare.nn.layers.fourier import ImageSized, Size, plain_layer
 from trysquare.nn.linalg.fourier import apply_response, of_response
 from trysquare.nn.linalg.orthogonalize import cayley_rows
 from trysquare.nn.linalg.precision import at_least_float32, full_precision, protected
 from trysquare.nn.linalg.rescaling import limited, positive
 from trysquare.nn.linalg.sandwich import sandwich_pair
-from trysquare.nn.parametrizations.cache import Caching
+from trysquare.nn.parametrizations.base import Caching, keeping_precision
 
 __all__ = [
     "SandwichConv1d",

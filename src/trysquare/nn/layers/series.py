@@ -16,8 +16,7 @@ from torch import Tensor
 
 from trysquare.nn.geometry import ConvGeometry
 from trysquare.nn.layers.convolution import Convolution
-from trysquare.nn.linalg.functions import is_traced
-from trysquare.nn.linalg.precision import as_autocast
+from trysquare.nn.linalg.precision import as_autocast, is_traced
 from trysquare.nn.parametrizations.soc import SOC
 
 
@@ -58,8 +57,7 @@ class Series:
         by_kernel = prod(whole.kernel_size) * geometry.group_in * geometry.group_out / prod(whole.stride)
         if by_terms >= by_kernel:
             return None
-        pads = tuple((half, half) for half in halves)
-        skew = Convolution(k, (1,) * whole.dims, whole.dilation, whole.groups, pads, "circular")
+        skew = Convolution.same(k, (1,) * whole.dims, whole.dilation, whole.groups, "circular")
         matrix = Convolution(
             geometry.reach, whole.stride, whole.dilation, whole.groups, rest, "circular", whole.transposed
         )

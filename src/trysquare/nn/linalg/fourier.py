@@ -25,9 +25,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trysquare.nn.linalg.functions import refuse_linearized_gradient
 from trysquare.nn.linalg.orthogonalize import cayley, exponential, newton_schulz
-from trysquare.nn.linalg.precision import full_precision
+from trysquare.nn.linalg.precision import full_precision, refuse_linearized_gradient
 
 Sizes = tuple[int, ...]
 

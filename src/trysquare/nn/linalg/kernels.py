@@ -14,7 +14,8 @@ from torch import Tensor
 from trysquare.nn.linalg.precision import full_precision, is_reduced
 
 _FEW_TAPS = 4
-_FULL_CONVOLUTION = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
 def compose(after: Tensor, before: Tensor, groups: int = 1, *, dims: int | None = None) -> Tensor:
@@ -84,7 +85,7 @@ def _compose_blocks(after: Tensor, before: Tensor) -> Tensor:
     k, size = after.shape[3:], before.shape[3:]
     if not k:
         return torch.bmm(after, before)
-    few = len(k) > len(_FULL_CONVOLUTION) or min(k.numel(), size.numel()) <= _FEW_TAPS
+    few = len(k) > len(CONV_TRANSPOSE) or min(k.numel(), size.numel()) <= _FEW_TAPS
     if few or is_reduced(after.device.type, "conv"):  # graphics cards convolve with fewer digits by default
         return compose_by_taps(after, before)
     return compose_by_convolution(after, before)
@@ -93,7 +94,7 @@ def _compose_blocks(after: Tensor, before: Tensor) -> Tensor:
 def compose_by_convolution(after: Tensor, before: Tensor) -> Tensor:
     """One call of torch's transposed convolution, the input channels of ``before`` being its batch."""
     blocks, n, c, *k = after.shape
-    full = _FULL_CONVOLUTION[len(k)](
+    full = CONV_TRANSPOSE[len(k)](
         before.flatten(0, 1).transpose(0, 1), after.transpose(1, 2).reshape(blocks * c, n, *k), groups=blocks
     )
     return full.unflatten(1, (blocks, n)).movedim(0, 2)  # from (m, b * n, *taps)

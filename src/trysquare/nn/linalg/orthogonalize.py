@@ -29,12 +29,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trysquare.naming import pick
-from trysquare.nn.linalg.functions import Operation, is_differentiated, keep_outputs, nothing_for
+from trysquare import torch_internals
+from trysquare.naming import require_known
 from trysquare.nn.linalg.inverse import inverse
 from trysquare.nn.linalg.matrix_exponential import matrix_exponential
-from trysquare.nn.linalg.orthonormal import orthonormal_rows
-from trysquare.nn.linalg.precision import full_precision, host_can_look, unwrapped
+from trysquare.nn.linalg.orthonormal import orthonormal_rows, random_orthonormal, recondition
+from trysquare.nn.linalg.precision import (
+    Operation,
+    full_precision,
+    host_can_look,
+    is_differentiated,
+    keep_outputs,
+    nothing_for,
+    unwrapped,
+)
 from trysquare.nn.linalg.unitary import corrected, polish
 
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -48,7 +56,7 @@ _NEWTON_MAX_SCALE = 1.7
 
 
 def on_rows(rows_only: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Extend a function of wide matrices to tall ones by transposition, out of reach of autocast."""
+    """Extend a function of wide matrices to tall ones by transposition."""
 
     @wraps(rows_only)
     def orthogonalize(matrix: Tensor) -> Tensor:
@@ -61,29 +69,42 @@ def on_rows(rows_only: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
             )
         if not matrix.numel():
             return matrix.clone()
-        with full_precision(matrix):
-            if matrix.shape[-2] > matrix.shape[-1]:
-                return rows_only(matrix.mH).mH.resolve_conj()
-            return rows_only(matrix)
+        if matrix.shape[-2] > matrix.shape[-1]:
+            return rows_only(matrix.mH).mH.resolve_conj()
+        return rows_only(matrix)
 
     return orthogonalize
 
 
-def _checked(basis: Tensor, name: str, domain: str) -> Tensor:
-    """``basis`` if its rows are orthonormal to 32 times the rounding of the dtype; an error otherwise."""
-    with torch.no_grad():
-        eye = torch.eye(basis.shape[-2], dtype=basis.dtype, device=basis.device)
-        missed = torch.linalg.matrix_norm(torch.matmul(basis, basis.mH) - eye) / basis.shape[-2] ** 0.5
-        missed = unwrapped(missed).amax()
-        fine = missed < 32 * torch.finfo(basis.dtype).eps
-        if not host_can_look(missed):
-            torch._assert_async(fine, f"{name} did not reach an orthonormal matrix: {domain}")
-        elif not bool(fine):
-            raise ArithmeticError(
-                f"{name} reached rows that are orthonormal only to {float(missed):.1e}: {domain}; re-initialise the "
-                "free matrix, or use orthogonalizer='cholesky', which is exact for every matrix"
-            )
-    return basis
+def within(domain: str) -> Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]:
+    """Have a method that does not take every matrix compute in full precision, and refuse results that are off.
+
+    Rows must be orthonormal to 32 times the rounding of the dtype.
+    """
+
+    def decorate(method: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        @wraps(method)
+        def checked(matrix: Tensor) -> Tensor:
+            with full_precision(matrix):
+                basis = method(matrix)
+                with torch.no_grad():
+                    eye = torch.eye(basis.shape[-2], dtype=basis.dtype, device=basis.device)
+                    missed = torch.linalg.matrix_norm(torch.matmul(basis, basis.mH) - eye) / basis.shape[-2] ** 0.5
+                    missed = unwrapped(missed).amax()
+                    fine = missed < 32 * torch.finfo(basis.dtype).eps
+            if not host_can_look(missed):
+                problem = f"{method.__name__} did not reach an orthonormal matrix: {domain}"
+                torch_internals.assert_on_device(fine, problem)
+            elif not bool(fine):
+                raise ArithmeticError(
+                    f"{method.__name__} reached rows that are orthonormal only to {float(missed):.1e}: {domain}; "
+                    "re-initialise the free matrix, or use orthogonalizer='cholesky', which is exact for every matrix"
+                )
+            return basis
+
+        return checked
+
+    return decorate
 
 
 _ENTRIES = "its domain is free matrices with entries up to about 10 (float32) or 1e4 (float64)"
@@ -252,15 +273,17 @@ def _newton_steps(basis: Tensor) -> Tensor:
 
 
 @on_rows
+@within(_CONDITION)
 def bjorck(matrix: Tensor) -> Tensor:
     """Nearest orthonormal matrix by Björck and Bowie's iteration, run until it has converged."""
-    return _checked(_polar(matrix, _bjorck_steps), "bjorck", _CONDITION)
+    return _polar(matrix, _bjorck_steps)
 
 
 @on_rows
+@within(_CONDITION)
 def newton_schulz(matrix: Tensor) -> Tensor:
     """Nearest orthonormal matrix by Newton-Schulz steps with optimal scaling."""
-    return _checked(_polar(matrix, _newton_steps), "newton_schulz", _CONDITION)
+    return _polar(matrix, _newton_steps)
 
 
 def cayley_rows(matrix: Tensor) -> Tensor:
@@ -277,17 +300,19 @@ def cayley_rows(matrix: Tensor) -> Tensor:
 
 
 @on_rows
+@within(_ENTRIES)
 def cayley(matrix: Tensor) -> Tensor:
     """``cayley_rows`` within its domain."""
-    return _checked(cayley_rows(matrix), "cayley", _ENTRIES)
+    return cayley_rows(matrix)
 
 
 @on_rows
+@within(_ENTRIES)
 def exponential(matrix: Tensor) -> Tensor:
     """First rows of the exponential of the skew matrix whose first rows the free matrix gives."""
     n, m = matrix.shape[-2:]
     basis = exponential_of_few(matrix) if 2 * n < m else exponential_of_all(matrix)
-    return _checked(corrected(basis), "exponential", _ENTRIES)
+    return corrected(basis)
 
 
 def exponential_of_all(matrix: Tensor) -> Tensor:
@@ -345,6 +370,25 @@ class Orthogonalizer:
     inverse: Callable[[Tensor], Tensor] | None = _unchanged
     keeps_orthonormal: bool = True
 
+    def draw(self, *shape: int) -> Tensor:
+        """Return a fresh free matrix from which this way starts well, float64 on the CPU."""
+        if self.keeps_orthonormal:
+            return random_orthonormal(*shape)
+        return torch.randn(*shape, dtype=torch.float64) / max(shape[-2:]) ** 0.5
+
+    def free(self, basis: Tensor) -> Tensor:
+        """Return a free matrix that gives ``basis``, or a fresh one where there is no closed form."""
+        return self.draw(*basis.shape) if self.inverse is None else self.inverse(basis)
+
+    def reconditioned(self, matrix: Tensor) -> Tensor:
+        """Return a free matrix that gives the same result as ``matrix`` and is safe to train on."""
+        if not self.keeps_orthonormal:
+            return matrix
+        basis = self.apply(matrix)
+        if matrix.shape[-2] > matrix.shape[-1]:
+            return recondition(matrix.mT, basis.mT).mT
+        return recondition(matrix, basis)
+
 
 ORTHOGONALIZERS = {
     "cholesky": Orthogonalizer(cholesky),
@@ -362,4 +406,6 @@ def orthogonalizer(name: str) -> Orthogonalizer:
     Raises:
         ValueError: if there is none of that name.
     """
-    return pick(ORTHOGONALIZERS, name, "orthogonalizer")
+    if not isinstance(name, str) or name not in ORTHOGONALIZERS:
+        require_known(name, ORTHOGONALIZERS, "orthogonalizer")
+    return ORTHOGONALIZERS[name]

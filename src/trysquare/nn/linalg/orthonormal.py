@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trysquare.nn.linalg.functions import Operation, keep_outputs, nothing_for
-from trysquare.nn.linalg.precision import full_precision, host_can_look
+from trysquare.nn.linalg.precision import Operation, full_precision, host_can_look, keep_outputs, nothing_for
 
 
 def _lower(matrix: Tensor, factor: Tensor) -> Tensor:
@@ -153,8 +152,7 @@ class _OrthonormalRows(torch.autograd.Function):
 
     @staticmethod
     def forward(rows: Tensor, householder: bool) -> tuple[Tensor, Tensor]:
-        with full_precision(rows):
-            return factor_rows(rows, householder)
+        return factor_rows(rows, householder)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -194,6 +192,15 @@ def orthonormal_rows(rows: Tensor, householder: bool = False) -> Tensor:
         return _orthonormal_rows(rows, householder)
     batch = rows.reshape(-1, *rows.shape[-2:])
     return _orthonormal_rows(batch, householder).view_as(rows)
+
+
+def random_orthonormal(*shape: int) -> Tensor:
+    """Return uniformly distributed matrices ``(..., n, m)`` with orthonormal rows or columns, float64 on the CPU."""
+    normal = torch.randn(*shape, dtype=torch.float64)
+    tall = normal if shape[-2] >= shape[-1] else normal.mT
+    basis, upper = torch.linalg.qr(tall)
+    basis = basis * torch.where(upper.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2)
+    return (basis if shape[-2] >= shape[-1] else basis.mT).contiguous()
 
 
 def recondition(rows: Tensor, basis: Tensor) -> Tensor:

@@ -1,4 +1,11 @@
-"""Numerical ground rules that all of ``linalg`` shares."""
+"""Numerical ground rules that all of ``linalg`` shares: full precision, and derivatives of any order.
+
+A gradient that is written as a formula has derivatives of its own only if autograd sees where everything in the formula
+came from. That costs calls and memory, and training needs no second derivatives. So there are two ways through each
+autograd function: one for first derivatives, which keeps what its formula uses as plain numbers, and one that is
+differentiable all the way. Where somebody differentiates the gradient of the first, it is computed again by way of the
+second.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trysquare.nn.linalg.functions import is_differentiated, is_traced, only_first_derivatives
+from trysquare import torch_internals
 
 _NOTHING = nullcontext()
 
 
 # -- products of float32 matrices in TF32 or bfloat16, which a user may have switched on
 
-# Backends that have a switch, and which one computes on a device. Before torch 2.9 there is one switch for all.
-_SWITCHES = ("cuda", "mkldnn") if hasattr(torch._C, "_get_fp32_precision_getter") else ()
+# Backends that have a switch, and which one computes on a device.
+_SWITCHES = ("cuda", "mkldnn")
 _OF_DEVICE = {"cpu": "mkldnn", "cuda": "cuda", "xpu": "mkldnn"}
 
 
-def _switch(backend: str, operation: str) -> str:
-    return torch._C._get_fp32_precision_getter(backend, operation)  # type: ignore[attr-defined,no-any-return]
-
-
-def _set_switch(backend: str, operation: str, precision: str) -> None:
-    torch._C._set_fp32_precision_setter(backend, operation, precision)  # type: ignore[attr-defined]
-
-
+@torch_internals.constant_when_traced  # a graph has a guard for the switches
 def is_reduced(device: str, operation: str = "matmul") -> bool:
     """Whether torch may compute float32 products (or convolutions, ``"conv"``) on a device with fewer digits."""
     backend = _OF_DEVICE.get(device)
     if backend is None:
         return False
-    if not _SWITCHES:
-        return torch.get_float32_matmul_precision() != "highest"
-    own = _switch(backend, operation)
-    return (own if own != "none" else _switch(backend, "all")) in ("tf32", "bf16")
-
-
-is_reduced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # asked when a graph is traced, which has a guard
+    own = torch_internals.precision_of(backend, operation)
+    return (own if own != "none" else torch_internals.precision_of(backend, "all")) in ("tf32", "bf16")
 
 
 def _older_switch() -> str | None:
@@ -67,12 +62,15 @@ class _FullProducts:
     def __enter__(self) -> None:
         with self._lock:
             if not self.inside:
-                self._before = _older_switch(), {backend: _switch(backend, "matmul") for backend in _SWITCHES}
+                self._before = (
+                    _older_switch(),
+                    {backend: torch_internals.precision_of(backend, "matmul") for backend in _SWITCHES},
+                )
                 # The older one first: torch refuses to compute where it and the newer ones disagree.
                 if self._before[0] is not None:
                     torch.set_float32_matmul_precision("highest")
                 for backend in _SWITCHES:
-                    _set_switch(backend, "matmul", "ieee")
+                    torch_internals.set_precision_of(backend, "matmul", "ieee")
             self.inside += 1
 
     def __exit__(self, *_: object) -> None:
@@ -81,11 +79,11 @@ class _FullProducts:
             if self.inside:
                 return
             older, newer = self._before
-            ours = [backend for backend in _SWITCHES if _switch(backend, "matmul") == "ieee"]
+            ours = [backend for backend in _SWITCHES if torch_internals.precision_of(backend, "matmul") == "ieee"]
             if older is not None and len(ours) == len(_SWITCHES):
                 torch.set_float32_matmul_precision(older)
             for backend in ours:
-                _set_switch(backend, "matmul", newer[backend])
+                torch_internals.set_precision_of(backend, "matmul", newer[backend])
 
 
 _FULL_PRODUCTS = _FullProducts()
@@ -164,6 +162,11 @@ def as_autocast(tensor: Tensor) -> Tensor:
     return tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
+def each_as_autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """``as_autocast`` of each tensor there is."""
+    return [None if tensor is None else as_autocast(tensor) for tensor in tensors]
+
+
 def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
     """Context in which neither autocast nor the switches for fast products touch the operations on ``tensor``'s device.
 
@@ -190,8 +193,8 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 def unwrapped(tensor: Tensor) -> Tensor:
     """The values behind ``vmap`` and other transforms of ``torch.func``; ``tensor`` itself in a compiled graph."""
     if not torch.compiler.is_compiling():
-        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            tensor = torch._C._functorch.get_unwrapped(tensor)
+        while torch_internals.is_wrapped(tensor):
+            tensor = torch_internals.unwrap(tensor)
     return tensor
 
 
@@ -202,4 +205,225 @@ def host_can_look(tensor: Tensor) -> bool:
     """
     if is_traced() or tensor.device.type != "cpu":
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not torch_internals.is_wrapped(tensor)
+
+
+# -- derivatives of any order
+
+
+def apply_function(function: Any, *args: Any) -> Any:
+    """``function.apply(*args)``, all arguments given.
+
+    Torch's own ``apply`` inspects the signature of ``forward`` at every call, to fill in defaults and for transforms of
+    ``torch.func``: a tenth of the time that a small kernel takes to build. Without transforms its base class will do.
+    """
+    if torch.compiler.is_compiling() or torch_internals.transforms_are_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)
+
+
+def nothing_for(ctx: Any) -> tuple[None, ...]:
+    """What backward returns if no output has a gradient: where who used them returned ``None``."""
+    return (None,) * len(ctx.needs_input_grad)
+
+
+def is_differentiated() -> bool:
+    """Whether somebody may differentiate what backward computes now; compiled graphs refuse that."""
+    return not torch.compiler.is_compiling() and (torch.is_grad_enabled() or torch_internals.forward_mode_level() >= 0)
+
+
+def is_traced() -> bool:
+    """Whether what is computed now becomes a graph, for other values than those seen: by a compiler or ``make_fx``."""
+    return torch.compiler.is_compiling() or torch_internals.graph_recorder() is not None
+
+
+def only_first_derivatives() -> bool:
+    """Whether autograd alone will differentiate what is computed now: no compiler, transform or forward mode."""
+    if is_traced() or torch_internals.transforms_are_active():
+        return False
+    return torch_internals.forward_mode_level() < 0
+
+
+def refuse_nested_forward_mode() -> None:
+    """Refuse forward mode inside of forward mode: torch loses what an autograd function adds there (torch 2.13).
+
+    Raises:
+        NotImplementedError: naming what to use instead.
+    """
+    stack = torch_internals.transforms() or []
+    levels = sum(each.key() == torch_internals.FORWARD_MODE for each in stack)
+    if (
+        levels
+        + (levels == 0 and torch_internals.forward_mode_level() >= 0)
+        + (torch_internals.forward_mode_level() >= 1)
+        > 1
+    ):
+        raise NotImplementedError(
+            "orthogonal weights have no derivatives by forward mode within forward mode (jvp of jvp, "
+            "jacfwd(jacfwd(f))): use torch.func.hessian, jacfwd(jacrev(f)) or hvp instead"
+        )
+
+
+def refuse_linearized_gradient(like: Tensor) -> None:
+    """Refuse a gradient inside of ``torch.func.linearize`` where torch's formula for it writes into a view.
+
+    ``linearize`` loses such writes (torch 2.13), whoever makes them. Our own operations make none in a traced graph;
+    torch's gradients of real Fourier transforms do.
+
+    Raises:
+        NotImplementedError: naming what to use instead.
+    """
+    if torch.compiler.is_compiling() or not is_traced() or torch_internals.forward_mode_level() < 0:
+        return
+    if torch_internals.transforms_are_active() or (torch.is_grad_enabled() and like.requires_grad):
+        raise NotImplementedError(
+            "torch.func.linearize of a gradient loses what torch writes into views there, so that second derivatives "
+            "of Fourier transforms would be wrong: use torch.func.jvp of the gradient instead"
+        )
+
+
+@torch_internals.constant_when_traced
+def compiler_is_for_training() -> bool:
+    """Whether the graph that is traced goes to AOTAutograd, which refuses to differentiate a gradient.
+
+    Other backends run it under autograd, for which whatever an autograd function has saved is a constant there (torch
+    2.13): second derivatives by our formulas would be wrong without a word, and torch's own of triangular factors are
+    not right either. Those are ``"eager"``, which is for debugging, and some of users.
+    """
+    return torch_internals.goes_to_aot_autograd()
+
+
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="orthogonal weights have second derivatives, which this backend would get wrong: they are left out of the "
+    "graph, which fullgraph=True does not allow; use backend='inductor' or 'aot_eager'"
+)
+def outside_of_graphs(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """``function(*args)`` as without a compiler."""
+    return function(*args)
+
+
+class Operation:
+    """Both ways through an autograd function, and the choice between them; both in full precision.
+
+    Args:
+        function: differentiable all the way: it returns its result and whatever else its derivatives are made of,
+            saves all of that (``keep_outputs``), and has formulas for the gradient and for forward mode.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.compiled: Any = _for_compilers(function)
+
+        def compute(ctx: Any, *inputs: Any) -> Tensor:
+            output: tuple[Tensor, ...] = function.forward(*inputs)
+            ctx.save_for_backward(*output)
+            ctx.others = (None,) * (len(output) - 1)
+            return output[0]
+
+        def gradient(ctx: Any, grad: Tensor) -> Any:
+            return function.backward(ctx, grad, *ctx.others)
+
+        def again(*inputs: Any) -> Tensor:
+            return apply_function(function, *inputs)[0]  # type: ignore[no-any-return]
+
+        self.first = for_first_derivatives(function.__name__, compute, gradient, again)
+
+    def __call__(self, *args: Any) -> Tensor:
+        """The result for these arguments, all of them given, the first a tensor."""
+        if torch.compiler.is_compiling() and not compiler_is_for_training():
+            return outside_of_graphs(self, *args)  # type: ignore[no-any-return]
+        with full_precision(args[0]):
+            if torch.compiler.is_compiling():
+                return self.compiled.apply(*args)[0]  # type: ignore[no-any-return]
+            if only_first_derivatives():
+                return apply_function(self.first, *args)  # type: ignore[no-any-return]
+            refuse_nested_forward_mode()
+            return self.function.apply(*args)[0]  # type: ignore[no-any-return]
+
+
+def for_first_derivatives(
+    name: str,
+    compute: Callable[..., Tensor],
+    gradient: Callable[[Any, Tensor], Any],
+    again: Callable[..., Tensor],
+) -> type[torch.autograd.Function]:
+    """Return an autograd function whose gradient is a formula on plain numbers.
+
+    Args:
+        name: what autograd's graph calls it.
+        compute: called with the context and the inputs; keeps in the context what the formula needs.
+        gradient: the formula: called with the context and the gradient of the result, in full precision.
+        again: the same function of the inputs, differentiable all the way, for who differentiates the gradient.
+    """
+
+    class First(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Tensor:
+            # The inputs are not saved for backward: they are free tensors, which live anyway, and training does not
+            # need them. They are for `gradient_again`.
+            if not torch.compiler.is_compiling():
+                ctx.inputs, ctx.versions = inputs, _versions(inputs)
+            ctx.set_materialize_grads(False)
+            return compute(ctx, *inputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor | None) -> Any:
+            if grad is None:
+                return nothing_for(ctx)
+            if is_differentiated():
+                return gradient_again(ctx, again, grad)
+            with full_precision(grad):
+                return gradient(ctx, grad)
+
+    First.__name__ = First.__qualname__ = name
+    return First
+
+
+def _versions(inputs: Any) -> list[int]:
+    """How often each tensor was written to; those made in inference mode do not count that."""
+    return [t._version for t in inputs if isinstance(t, Tensor) and not t.is_inference()]
+
+
+def gradient_again(ctx: Any, function: Callable[..., Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of all inputs that were kept, as differentiable functions of these and of ``grad``.
+
+    Args:
+        ctx: of a function of first derivatives.
+        function: computes the same, and is differentiable all the way.
+        grad: gradient of the result.
+    """
+    if ctx.versions != _versions(ctx.inputs):
+        raise RuntimeError(
+            "a free tensor of an orthogonal weight was changed in place after the weight was built, so that second "
+            "derivatives of it cannot be computed any more: take them before the optimizer steps"
+        )
+    wanted = [t for t, needed in zip(ctx.inputs, ctx.needs_input_grad, strict=True) if needed]
+    with torch.enable_grad(), full_precision(grad):
+        found = iter(torch.autograd.grad(function(*ctx.inputs), wanted, grad, create_graph=True, allow_unused=True))
+    return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
+
+
+def keep_outputs(ctx: Any, output: tuple[Tensor, ...]) -> None:
+    """Save all outputs, for backward and for forward mode."""
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output)
+    if not torch.compiler.is_compiling():
+        ctx.save_for_forward(*output)
+
+
+def _for_compilers(function: Any) -> Any:
+    """A kind of a function that ``torch.compile`` traces, where second derivatives are refused."""
+
+    class Compiled(function):  # type: ignore[misc]
+        jvp = torch.autograd.Function.jvp  # functions with a rule of their own are refused
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.mark_non_differentiable(*output[1:])
+            function.setup_context(ctx, inputs, output)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor, *others: Any) -> Any:
+            return function.backward(ctx, grad, *(None for _ in others))
+
+    return Compiled

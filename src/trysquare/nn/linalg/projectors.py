@@ -13,91 +13,79 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trysquare.nn.linalg.functions import (
+from trysquare.nn.linalg.orthonormal import factor_rows, orthonormal_rows, rows_gradient
+from trysquare.nn.linalg.precision import (
     apply_function,
     compiler_is_for_training,
-    gradient_again,
-    is_differentiated,
+    for_first_derivatives,
+    full_precision,
     is_traced,
-    keep_inputs,
-    nothing_for,
     only_first_derivatives,
     outside_of_graphs,
 )
-from trysquare.nn.linalg.orthonormal import factor_rows, orthonormal_rows, rows_gradient
-from trysquare.nn.linalg.precision import full_precision
 
 # From so many channels on, backward does without the kernels on the way, which are most of the memory then: they save
 # time with few channels only (`python -m benchmarks kernels` compares).
 MANY_CHANNELS = 256
 
 
-class _Grow(torch.autograd.Function):
-    """``matrix ∘ [N₁, I - N₁] ∘ [N₂, I - N₂] …``, with a gradient that is cheaper than torch's of the same products.
+def _compute(ctx: Any, matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """``matrix ∘ [N₁, I - N₁] ∘ [N₂, I - N₂] …``, with what a gradient needs that is cheaper than torch's own.
 
-    Who differentiates that gradient gets torch's own, by way of ``_grow_in_steps``.
+    Kept for backward: frames and their factors, the coordinates of each kernel on the way in the next frame, and the
+    kernels themselves after the first, unless they are large.
     """
+    basis, factor = factor_rows(rows.flatten(0, 1))
+    kernel, coordinates, flats = _grown(matrix, basis, rows.shape, axes)
+    kept = flats[1:] if matrix.shape[-1] < MANY_CHANNELS else []
+    ctx.save_for_backward(matrix, basis, factor, *coordinates, *kept)
+    ctx.shape, ctx.axes = rows.shape, axes
+    return _channels_first(kernel)
 
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> Tensor:
-        # Kept for backward: frames and their factors, the coordinates of each kernel on the way in the next frame, and
-        # the kernels themselves after the first, unless they are large.
-        with full_precision(matrix):
-            basis, factor = factor_rows(rows.flatten(0, 1))
-            kernel, coordinates, flats = _grown(matrix, basis, rows.shape, axes)
-        kept = flats[1:] if matrix.shape[-1] < MANY_CHANNELS else []
-        ctx.save_for_backward(matrix, basis, factor, *coordinates, *kept)
-        ctx.set_materialize_grads(False)
-        ctx.shape, ctx.axes = rows.shape, axes
-        keep_inputs(ctx, matrix, rows, axes)
-        return _channels_first(kernel)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Walk from the last projector to the first.
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Walk from the last projector to the first.
 
-        A frame ``F`` whose projector met the kernel ``K`` has the gradient ``Dᵀ T + (T Fᵀ)ᵀ K``, where ``D = K Fᵀ`` are
-        the coordinates and ``T`` is the gradient of ``K N``. Where ``K`` was not kept the columns ``T Fᵀ`` wait for it:
-        after each step the gradients of the frames met so far are ``sums + waitingᵀ K``, with the ``K`` of that step.
-        """
-        if grad is None:
-            return nothing_for(ctx)
-        if is_differentiated():
-            return gradient_again(ctx, _grow_in_steps, grad)
-        matrix, basis, factor, *rest = ctx.saved_tensors
-        shape, axes = ctx.shape, ctx.axes
-        steps = len(axes)
-        coordinates: list[Tensor] = list(rest[:steps])
-        kernels: list[Any] = [_rows_of(matrix), *(rest[steps:] or [None] * (steps - 1))]
-        each = list(zip(*_frames(basis, shape), coordinates, kernels, axes, strict=True))
-        done: list[Tensor] = []
-        waiting: Any = None
-        sums: Any = None
-        with full_precision(grad):
-            grad = grad.movedim((1, 2), (-2, -1))
-            for frame, turned, coordinate, kernel, axis in reversed(each):
-                sizes, (first, later) = grad.shape, _but_one_tap(grad, axis + 1)
-                through = _rows_of(first - later)
-                columns, known = torch.bmm(through, turned), torch.bmm(coordinate.mT, through)
-                del through  # large, and the peak of a training step may be here
-                grad = torch.bmm(columns, frame).view(later.shape).add_(later)
-                if waiting is not None:
-                    waiting, owed = _one_kernel_back(waiting.view(*sizes[:-1], -1), coordinate, axis + 1)
-                    columns = _rows_of(torch.cat([columns.view(*later.shape[:-1], -1), waiting], -1))
-                    known = torch.cat([known, torch.baddbmm(sums, owed, frame)], 1)
-                if kernel is None:
-                    waiting, sums = columns, known
-                else:
-                    waiting, done = None, [torch.baddbmm(known, columns.mT, kernel), *done]
-            grads = torch.cat(done, 1).view(-1, steps, *shape[2:]).transpose(0, 1)  # (p, g, h, c)
-            grads = rows_gradient(basis, factor, grads.reshape(basis.shape), span_only=True)
-        return grad, grads.view(shape), None
+    A frame ``F`` whose projector met the kernel ``K`` has the gradient ``Dᵀ T + (T Fᵀ)ᵀ K``, where ``D = K Fᵀ`` are
+    the coordinates and ``T`` is the gradient of ``K N``. Where ``K`` was not kept the columns ``T Fᵀ`` wait for it:
+    after each step the gradients of the frames met so far are ``sums + waitingᵀ K``, with the ``K`` of that step.
+    """
+    matrix, basis, factor, *rest = ctx.saved_tensors
+    shape, axes = ctx.shape, ctx.axes
+    steps = len(axes)
+    coordinates: list[Tensor] = list(rest[:steps])
+    kernels: list[Tensor | None] = [_rows_of(matrix), *(rest[steps:] or [None] * (steps - 1))]
+    each = list(zip(*_frames(basis, shape), coordinates, kernels, axes, strict=True))
+    done: list[Tensor] = []
+    waiting: tuple[Tensor, Tensor] | None = None  # columns, and sums
+    grad = grad.movedim((1, 2), (-2, -1))
+    for frame, turned, coordinate, kernel, axis in reversed(each):
+        sizes, (first, later) = grad.shape, _but_one_tap(grad, axis + 1)
+        through = _rows_of(first - later)
+        columns, known = torch.bmm(through, turned), torch.bmm(coordinate.mT, through)
+        del through  # large, and the peak of a training step may be here
+        grad = torch.bmm(columns, frame).view(later.shape).add_(later)
+        if waiting is not None:
+            behind, owed = _one_kernel_back(waiting[0].view(*sizes[:-1], -1), coordinate, axis + 1)
+            columns = _rows_of(torch.cat([columns.view(*later.shape[:-1], -1), behind], -1))
+            known = torch.cat([known, torch.baddbmm(waiting[1], owed, frame)], 1)
+            del behind
+        if kernel is None:
+            waiting = columns, known
+        else:
+            waiting, done = None, [torch.baddbmm(known, columns.mT, kernel), *done]
+    grads = torch.cat(done, 1).view(-1, steps, *shape[2:]).transpose(0, 1)  # (p, g, h, c)
+    grads = rows_gradient(basis, factor, grads.reshape(basis.shape), span_only=True)
+    return grad, grads.view(shape), None
 
 
 def _grow_in_steps(matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> Tensor:
     """``grow`` in operations that torch differentiates itself, as often as one likes."""
     basis = orthonormal_rows(rows.flatten(0, 1))
     return _channels_first(_grown(matrix, basis, rows.shape, axes)[0])
+
+
+_grow = for_first_derivatives("Grow", _compute, _gradient, _grow_in_steps)
 
 
 def _channels_first(kernel: Tensor) -> Tensor:
@@ -170,9 +158,10 @@ def grow(matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> Tensor:
         ``(g, n, c, *k)``, where ``k`` is ``r`` plus the number of projectors on each axis.
     """
     if torch.compiler.is_compiling() and not compiler_is_for_training():
-        return outside_of_graphs(grow, matrix, rows, axes)
+        return outside_of_graphs(grow, matrix, rows, axes)  # type: ignore[no-any-return]
     if torch.compiler.is_compiling() or only_first_derivatives():
-        return apply_function(_Grow, matrix, rows, axes)  # type: ignore[no-any-return]
+        with full_precision(matrix):
+            return apply_function(_grow, matrix, rows, axes)  # type: ignore[no-any-return]
     return _grow_in_steps(matrix, rows, axes)
 
 

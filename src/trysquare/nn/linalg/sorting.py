@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trysquare.nn.linalg.functions import apply_function, nothing_for, only_first_derivatives
+from trysquare.nn.linalg.precision import apply_function, nothing_for, only_first_derivatives
 
 
 def _swapped(pairs: Tensor, swap: Tensor, dim: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from trysquare.naming import pick
+from trysquare.naming import require_known
 from trysquare.nn.geometry import ConvGeometry
 from trysquare.nn.linalg.fourier import RESPONSES
 from trysquare.nn.parametrizations.aoc import AOC
@@ -49,9 +49,10 @@ def find_method(name: str, options: Collection[str] = ()) -> type[Parametrizatio
             f"method={name!r} makes kernels as large as the image: it is a method of FourierOrthoConv1d, 2d and 3d, "
             f"not of layers with small kernels, which have {', '.join(METHODS)}"
         )
-    known = pick(METHODS, name, "method").options
+    if not isinstance(name, str) or name not in METHODS:
+        require_known(name, METHODS, "method")
     for option in options:
-        if option not in known:
+        if option not in (known := METHODS[name].options):
             takes = f"has the options {', '.join(known)}" if known else "has no options"
             raise TypeError(
                 f"got an unexpected keyword argument {option!r}: the layer has none of that name, and "

@@ -14,7 +14,6 @@ from torch import Tensor
 from trysquare.nn.linalg.projectors import peel
 from trysquare.nn.parametrizations.assignment import search_free_tensors
 from trysquare.nn.parametrizations.composed import Composed
-from trysquare.nn.parametrizations.orthonormal import free_for
 
 # Random starts for the frames of one group in one guess, and what counts as an arrival.
 _GRAM_STARTS = 4
@@ -25,18 +24,9 @@ class AOC(Composed):
     """Orthogonal kernel ``(out, in / groups, *k)`` from a free matrix and, where taps are missing, free frames.
 
     Free tensors: ``matrix`` of shape ``geometry.matrix_shape`` and ``frames`` of shape
-    ``geometry.frames_shape``, all groups in one batch.
+    ``geometry.frames_shape``, all groups in one batch. How the kernel is built of them is what ``Composed`` does if
+    nothing else is said; here is how they are found for a given kernel.
     """
-
-    @property
-    def inner_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The frames, if there are any."""
-        frames = self.geometry.frames_shape
-        return () if frames is None else (frames,)
-
-    def composed(self, kernel: Tensor, *inner: Tensor) -> Tensor:
-        """The matrix, grown by one projector for each missing tap."""
-        return self.grown(kernel, inner, self.geometry.frame_axes)
 
     def solve(self, weight: Tensor) -> list[Tensor]:
         """Peel the projectors off the kernel, outermost taps first; what remains is the matrix.
@@ -94,4 +84,4 @@ class AOC(Composed):
 
     def solve_matrix(self, matrix: Tensor) -> list[Tensor]:
         """Free tensors that give the orthonormal matrix."""
-        return [free_for(self.orthogonalizer, matrix)]
+        return [self._orthogonalizer.free(matrix)]

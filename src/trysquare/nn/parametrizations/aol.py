@@ -29,12 +29,12 @@ from torch import Tensor
 
 from trysquare.nn.geometry import ConvGeometry, flag
 from trysquare.nn.geometry import positive as positive_integer
-from trysquare.nn.linalg.kernels import adjoint, compose
+from trysquare.nn.linalg.kernels import CONV, adjoint, compose
+from trysquare.nn.linalg.orthonormal import random_orthonormal
 from trysquare.nn.linalg.precision import is_reduced
 from trysquare.nn.linalg.rescaling import positive, scaled_to_one
-from trysquare.nn.parametrizations.base import Parametrization, random_orthonormal
+from trysquare.nn.parametrizations.base import Parametrization
 
-_CORRELATE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 # Noise of a fresh kernel relative to its orthonormal taps: breaks the ties at which |x| has no gradient.
 _NOISE = 0.02
 
@@ -50,7 +50,7 @@ def _correlation(moving: Tensor, kernel: Tensor, step: tuple[int, ...]) -> Tenso
             lags = lags.index_select(axis, torch.arange(0, lags.shape[axis], s, device=lags.device))
         return lags.flatten(3).movedim(1, 0)
     pads = tuple((k - 1) // s * s for k, s in zip(taps, step, strict=True))
-    correlated = _CORRELATE[len(taps)](
+    correlated = CONV[len(taps)](
         moving.transpose(0, 1).flatten(1, 2), kernel.flatten(0, 1), stride=step, padding=pads, groups=groups
     )
     return correlated.flatten(2).unflatten(1, (groups, b))

@@ -1,20 +1,197 @@
-"""A weight as a function of free tensors: the contract of a method, and what all methods share."""
+"""A weight as a function of free tensors: the contract of a method, and what all methods and their layers share.
+
+From top to bottom: how a built weight is kept in eval mode (``Caching``), the function itself (``Parametrization``),
+how its free tensors stay well conditioned, and the layer that has such a weight (``ParametrizedWeight``).
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from math import prod
+from typing import Any, ClassVar, Self, cast
+from weakref import WeakKeyDictionary, WeakSet
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from trysquare import torch_internals
 from trysquare.nn.geometry import Sizes
-from trysquare.nn.linalg.precision import at_least_float32, full_precision, protected
-from trysquare.nn.parametrizations import reconditioning
+from trysquare.nn.linalg.operator import checked_weight
+from trysquare.nn.linalg.precision import (
+    as_autocast,
+    at_least_float32,
+    full_precision,
+    host_can_look,
+    is_traced,
+    protected,
+)
 from trysquare.nn.parametrizations.assignment import free_tensors_for
-from trysquare.nn.parametrizations.cache import Caching, WeightCache, WriteGuard
+
+# -- caching: in eval mode a built weight is kept until something that it depends on changes
+
+
+class WeightCache:
+    """One tensor, with what it was built from, and for which ``key``. A copy starts empty, and so does a pickled one.
+
+    The sources are remembered as slots of the module that holds them, so that a tensor that was replaced, moved or
+    written to is seen. Holding on to the tensors keeps their memory from being reused, so that equal addresses mean the
+    same memory.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the weight."""
+        self.weight: Tensor | None = None
+        self._key: Any = None
+        self._version = self._steps = 0
+        self._held: list[Tensor] = []
+        self._slots: list[tuple[dict[str, Any], str, Tensor, int, int]] = []
+
+    def get(self, build: Callable[[], Tensor], slots: dict[str, Any], names: Iterable[str], key: Any = None) -> Tensor:
+        """Return the weight for ``key``; if out of date, build it from the tensors of these names in ``slots``."""
+        if not self.fresh(key):
+            # Not an inference tensor even in inference mode: the next pass may want gradients of its input.
+            with torch.inference_mode(False), torch.no_grad():
+                self._store(build(), slots, names, key)
+        assert self.weight is not None
+        return self.weight
+
+    def _store(self, weight: Tensor, slots: dict[str, Any], names: Iterable[str], key: Any) -> None:
+        self.weight, self._version, self._steps, self._key = weight, weight._version, _steps, key
+        sources = [(name, slots[name]) for name in names]
+        self._slots = [(slots, name, source, source._version, source.data_ptr()) for name, source in sources]
+        self._held = [source.detach() for _, source in sources]
+
+    def fresh(self, key: Any = None) -> bool:
+        """Whether there is a weight for ``key``, not written to, and what it was built from is as it was."""
+        if self.weight is None or self._steps != _steps or self.weight._version != self._version:
+            return False
+        return key == self._key and all(
+            slots[name] is source and source._version == version and source.data_ptr() == address
+            for slots, name, source, version, address in self._slots
+        )
+
+    def __reduce__(self) -> Any:
+        return WeightCache, ()
+
+
+class Caching(nn.Module):
+    """A module that builds a tensor from free ones, and in eval mode keeps it while nothing changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = WeightCache()
+
+    def cached(
+        self,
+        build: Callable[[], Tensor],
+        free: Iterable[Tensor],
+        slots: dict[str, Any],
+        names: Iterable[str],
+        key: Any = None,
+        cache: WeightCache | None = None,
+    ) -> Tensor:
+        """Return ``build()``, from the cache if the free tensors are the parameters in ``slots`` and need no gradient.
+
+        Tensors that somebody else put there for one call are not kept.
+        """
+        if self.training or torch.compiler.is_compiling():
+            return build()
+        grad = torch.is_grad_enabled()
+        for tensor, name in zip(free, names, strict=True):
+            if tensor is not slots[name] or type(tensor) is not nn.Parameter:
+                return build()
+            if tensor.is_inference() or (grad and tensor.requires_grad):
+                return build()
+        return (self.cache if cache is None else cache).get(build, slots, names, key)
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch the mode; a change of mode clears the cache."""
+        if mode != self.training:
+            self.forget()
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.forget()
+        return super()._apply(fn, recurse)
+
+    def forget(self) -> None:
+        """Clear the cache."""
+        self.cache.clear()
+
+
+@cache
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # it serves later passes too
+        return torch.empty(0, dtype=dtype, device=device)
+
+
+# Weights that somebody may hold on to while others are built: those of forward passes, and those that were asked for.
+_BUILT, _READ = 4, 64
+
+
+class WriteGuard:
+    """Notices writes into a weight that was returned, which have no effect because the next one is built anew.
+
+    Torch counts writes to a tensor and its views; a tensor without memory shares the counter, and keeps nothing alive.
+    It does not count writes through ``.data`` or NumPy, nor in inference mode. So the weight that was asked for last
+    is kept, with a checksum, until the next use, if that is on the CPU: ``layer.weight.data.normal_()`` is noticed,
+    and only such writes to one that was asked for earlier are not.
+    """
+
+    _last: tuple[Tensor, tuple[Any, ...]] | None
+
+    def __init__(self, written: bool = False) -> None:
+        self.forget()
+        self._written = written
+        self.inside = False  # of a forward pass, which asks for a weight and writes nothing into it
+
+    def watch(self, weight: Tensor) -> None:
+        """Notice writes to ``weight`` from now on."""
+        if type(weight) is not Tensor or is_traced() or torch_internals.transforms_are_active():
+            return
+        if not weight.is_inference():
+            counter = torch.Tensor._make_subclass(Tensor, weight)
+            counter.data = _empty(weight.dtype, weight.device)
+            (self._built if self.inside else self._read).append((counter, weight._version))
+        if not self.inside and host_can_look(weight):
+            self._last = weight, _fingerprint(weight)
+
+    def forget(self) -> None:
+        """Forget the weights that were returned so far."""
+        self._written = False
+        self._built: deque[tuple[Tensor, int]] = deque(maxlen=_BUILT)
+        self._read: deque[tuple[Tensor, int]] = deque(maxlen=_READ)
+        self._last = None
+
+    def found(self) -> bool:
+        """Whether somebody has written into a weight since the last call of ``forget``."""
+        if self._last is not None:
+            (weight, seen), self._last = self._last, None
+            self._written = self._written or _fingerprint(weight) != seen
+        for counters in (self._built, self._read):
+            self._written = self._written or any(counter._version != seen for counter, seen in counters)
+        return self._written
+
+    def __reduce__(self) -> Any:
+        return WriteGuard, (self.found(),)  # a copy is built from the same free tensors, and must not lose the message
+
+
+def _fingerprint(weight: Tensor) -> tuple[Any, ...]:
+    numbers: Any = weight.detach().contiguous().view(torch.uint8).numpy()
+    return weight.shape, weight.dtype, weight.device, crc32(numbers)
+
+
+# -- the function
 
 
 class Parametrization(Caching, ABC):
@@ -53,19 +230,16 @@ class Parametrization(Caching, ABC):
     def __init__(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
-        self._slots: dict[str, Any] = {}  # the free tensors, as parameters of the module that it is attached to
+        self.note = ""  # what the layer's ``repr`` says besides the method and its options
+        # The free tensors, as parameters of the module that it is attached to.
+        self._slots: dict[str, nn.Parameter] = {}
         self.writes = WriteGuard()
-        reconditioning.parametrizations.add(self)
+        _alive.add(self)
 
     @classmethod
     def full_kernel_size(cls, kernel_size: Sizes, stride: Sizes, dilation: Sizes, **options: Any) -> Sizes:
         """Return the size of the weight that ``kernel_size`` asks for."""
         return kernel_size
-
-    @property
-    def note(self) -> str:
-        """What the layer's ``repr`` says besides the method and its options."""
-        return ""
 
     @property
     def is_orthogonal(self) -> bool:
@@ -165,15 +339,15 @@ class Parametrization(Caching, ABC):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
-        reconditioning.parametrizations.add(self)  # a deep copy, or a pickled one
+        _alive.add(self)  # a deep copy, or a pickled one
 
     # -- attaching, initial values and assignment
 
     def attach(self, module: nn.Module, name: str) -> None:
         """Make ``module.name`` this function of freshly drawn free tensors."""
         parametrize.register_parametrization(module, name, self, unsafe=True)
-        held: Any = module.parametrizations
-        self._slots = held[name]._parameters
+        held = cast("nn.ModuleDict", module.parametrizations)
+        self._slots = cast("dict[str, nn.Parameter]", held[name]._parameters)
         self.redraw(list(self._slots.values()))
 
     @torch.no_grad()
@@ -193,7 +367,8 @@ class Parametrization(Caching, ABC):
             ValueError: if ``weight`` has the wrong shape, or no free tensors were found that give it.
         """
         if not self._slots:
-            return [weight.new_empty(shape, dtype=at_least_float32(weight.dtype)) for shape in self.free_shapes]
+            dtype = at_least_float32(weight.dtype)
+            return [weight.new_empty(shape, dtype=dtype) for shape in self.free_shapes]
         return free_tensors_for(weight, self, [tensor.detach() for tensor in self._slots.values()])
 
 
@@ -207,10 +382,175 @@ def _plainly_laid_out(weight: Tensor) -> Tensor:
     return weight
 
 
-def random_orthonormal(*shape: int) -> Tensor:
-    """Return uniformly distributed matrices ``(..., n, m)`` with orthonormal rows or columns, float64 on the CPU."""
-    normal = torch.randn(*shape, dtype=torch.float64)
-    tall = normal if shape[-2] >= shape[-1] else normal.mT
-    basis, upper = torch.linalg.qr(tall)
-    basis = basis * torch.where(upper.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2)
-    return (basis if shape[-2] >= shape[-1] else basis.mT).contiguous()
+# -- reconditioning: degenerate free tensors are replaced by others that give the same weight
+#
+# Torch calls a hook after every step of every optimizer in the process. That happens at the same time on all ranks of a
+# distributed run, and never while a graph is alive, so free tensors are looked at then, once in so many steps.
+
+# Steps of an optimizer between two looks at the condition of the free tensors.
+RECONDITION_EVERY = 64
+
+_alive: WeakSet[Parametrization] = WeakSet()
+_steps_of: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+# Steps of all optimizers of the process. Fused ones change parameters without raising their version counters.
+_steps = 0
+
+
+def _after_step(optimizer: Optimizer, *_: object) -> None:
+    global _steps
+    _steps += 1
+    steps = _steps_of[optimizer] = _steps_of.get(optimizer, 0) + 1
+    if steps % RECONDITION_EVERY == 0:
+        trained = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        for parametrization in list(_alive):
+            parametrization.recondition(trained)
+
+
+register_optimizer_step_post_hook(_after_step)
+
+
+def steps_taken(optimizer: Optimizer) -> int:
+    """Return how many steps of this optimizer were seen."""
+    return _steps_of.get(optimizer, 0)
+
+
+def continue_from(optimizer: Optimizer, steps: int) -> None:
+    """Count on from ``steps``, so that a resumed run reconditions when an uninterrupted one would have."""
+    _steps_of[optimizer] = steps
+
+
+# -- the layer that has such a weight
+
+
+class ParametrizedWeight(nn.Module):
+    """Mixin for torch layers whose ``weight`` is a function of free tensors.
+
+    The free tensors are ``layer.parametrizations.weight.original0`` and so on, as everywhere in
+    ``torch.nn.utils.parametrize``.
+    """
+
+    bias: Any
+    weight: Any
+    _cache: Any
+    _writes: Any
+    parametrizations: Any
+
+    def _parametrize_weight(self, parametrization: Parametrization) -> None:
+        parametrization.attach(self, "weight")
+        self._cache, self._writes = parametrization.cache, parametrization.writes
+
+    def _current_weight(self) -> Tensor:
+        """``self.weight`` for a pass, without torch's detour over the parametrization where the cache has it."""
+        if torch.compiler.is_compiling():
+            return self.weight
+        if not torch.is_grad_enabled() and not self._writes.found() and self._cache.fresh() and self._is_as_made():
+            return self._cache.weight
+        self._writes.inside = True
+        try:
+            return self.weight
+        finally:
+            self._writes.inside = False
+
+    def _is_as_made(self) -> bool:
+        """Whether the weight is ours: nobody has taken our parametrization off, or added another one after it."""
+        held: Any = self._modules.get("parametrizations")
+        chain = held and held._modules.get("weight")
+        if not chain or len(chain._modules) != 1:
+            return False
+        return getattr(chain._modules["0"], "cache", None) is self._cache
+
+    def used_weight(self) -> Tensor:
+        """Return the weight that a forward pass uses, with the casts of autocast."""
+        return as_autocast(self.weight)
+
+    @torch.no_grad()
+    def exact_weight(self, weight: Tensor | None = None) -> Tensor:
+        """Return ``used_weight()``, or another one that stands for it, in float64 on the CPU.
+
+        Raises:
+            ValueError: if it holds no numbers, or some that are not finite.
+        """
+        return checked_weight(self.used_weight() if weight is None else weight, type(self).__name__)
+
+    def _computes_with(self) -> list[Tensor]:
+        """Return tensors that a forward pass depends on; within ``parametrize.cached()`` always the same ones."""
+        return [self.weight]
+
+    @property
+    def parametrization(self) -> Parametrization:
+        """The function that makes the weight."""
+        first = self.parametrizations["weight"][0]
+        assert isinstance(first, Parametrization)
+        return first
+
+    @property
+    def free_tensors(self) -> list[Tensor]:
+        """The tensors that an optimizer trains instead of the weight."""
+        return [tensor for name, tensor in self.parametrizations["weight"].named_parameters(recurse=False)]
+
+    def reset_parameters(self) -> None:
+        """Draw new free tensors and a new bias (uniform, as torch does)."""
+        made = parametrize.is_parametrized(self, "weight")
+        self._reset(self.parametrization.weight_shape if made else self.weight.shape)
+
+    def _reset(self, shape: Sequence[int]) -> None:
+        """Draw new free tensors, and the bias of a layer whose kernel has this shape."""
+        if parametrize.is_parametrized(self, "weight"):
+            self.parametrization.redraw(self.free_tensors)
+        if self.bias is not None:
+            bound = prod(shape[1:]) ** -0.5
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move and cast, but keep free tensors in float32 or better: the weight is rounded, not its sources."""
+        if not parametrize.is_parametrized(self, "weight"):
+            return super()._apply(fn, recurse)
+        return super()._apply(keeping_precision(fn, self.free_tensors), recurse)
+
+    def as_torch(self) -> nn.Module:
+        """The same function in plain ``torch.nn`` layers, with the present weight."""
+        raise NotImplementedError
+
+    def _get_name(self) -> str:
+        return next(c for c in type(self).__mro__ if not c.__name__.startswith("Parametrized")).__name__
+
+    def __repr__(self) -> str:
+        """One line: geometry and method."""
+        return f"{self._get_name()}({self.extra_repr()})"
+
+
+def keeping_precision(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> Callable[[Tensor], Tensor]:
+    """``fn``, except that it does not cast ``tensors`` and their gradients below float32."""
+    keep = {id(t) for tensor in tensors for t in (tensor, tensor.grad) if t is not None}
+
+    def cast(tensor: Tensor) -> Tensor:
+        if id(tensor) not in keep:
+            return fn(tensor)
+        # Shown to `fn` as matrices, so that a memory format for images leaves them alone.
+        moved = fn(tensor.view(-1, *tensor.shape[-2:]) if tensor.ndim > 3 else tensor).view(tensor.shape)
+        return moved if moved.dtype == at_least_float32(moved.dtype) else tensor.to(moved.device)
+
+    return cast
+
+
+def copy_weights(plain: nn.Module, weight: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
+    """Fill a plain layer made on the meta device with detached copies of the tensors."""
+    plain.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format), weight.requires_grad)
+    if bias is not None:
+        plain.bias = nn.Parameter(bias.detach().clone(), bias.requires_grad)
+    return plain.train(training)
+
+
+def check_dtype(dtype: Any) -> None:
+    """Refuse what a weight cannot have.
+
+    Raises:
+        ValueError: if ``dtype`` is given and is not a real floating point type.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype={dtype} must be a real floating point type")
+
+
+def factory_of(weight: Tensor) -> dict[str, Any]:
+    """``device`` and ``dtype`` of a tensor, as keyword arguments."""
+    return {"device": weight.device, "dtype": weight.dtype}

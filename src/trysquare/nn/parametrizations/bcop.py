@@ -24,7 +24,6 @@ from torch import Tensor
 from trysquare.nn.linalg.kernels import compose
 from trysquare.nn.linalg.projectors import peel
 from trysquare.nn.parametrizations.composed import Composed
-from trysquare.nn.parametrizations.orthonormal import draw_for, free_for, reconditioned_for
 
 
 def multiply(kernel: Tensor, matrix: Tensor) -> Tensor:
@@ -52,17 +51,17 @@ class BCOP(Composed):
     def draw_inner(self) -> list[Tensor]:
         """Uniformly distributed matrix and frames."""
         square, *_ = self.inner_shapes
-        return [draw_for(self.orthogonalizer, *square), *super().draw_inner()[1:]]
+        return [self._orthogonalizer.draw(*square), *super().draw_inner()[1:]]
 
     def composed(self, kernel: Tensor, *inner: Tensor) -> Tensor:
         """Grow by all projectors, then multiply by the matrix."""
         square, *frames = inner
-        return multiply(self.grown(kernel, frames, self.geometry.frame_axes), self._apply_orthogonalizer(square))
+        return multiply(self.grown(kernel, frames, self.geometry.frame_axes), self._orthogonalizer.apply(square))
 
     def reconditioned_inner(self, *free: Tensor) -> list[Tensor]:
         """The same inner kernel from well conditioned tensors."""
         square, *frames = free
-        return [reconditioned_for(self.orthogonalizer, square), *super().reconditioned_inner(*frames)]
+        return [self._orthogonalizer.reconditioned(square), *super().reconditioned_inner(*frames)]
 
     def solve(self, weight: Tensor) -> list[Tensor]:
         """Without stride or change of channels: peel the projectors off the left; what remains is the matrix."""
@@ -75,5 +74,5 @@ class BCOP(Composed):
         else:
             kernel, frames = peel(kernel.mT, geometry.frame_rank, geometry.frame_axes[::-1])
             kernel = kernel.mT
-        free = [free_for(self.orthogonalizer, kernel.flatten(1, -3).squeeze(1))]
+        free = [self._orthogonalizer.free(kernel.flatten(1, -3).squeeze(1))]
         return free if frames is None else [*free, frames.flip(0)]

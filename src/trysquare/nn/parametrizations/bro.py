@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from trysquare.nn.geometry import ConvGeometry
-from trysquare.nn.linalg.orthonormal import orthonormal_rows, recondition
+from trysquare.nn.linalg.orthonormal import orthonormal_rows, random_orthonormal, recondition
 from trysquare.nn.parametrizations.aoc import AOC
-from trysquare.nn.parametrizations.base import random_orthonormal
 
 
 def reflect(matrix: Tensor, rows: Tensor) -> Tensor:

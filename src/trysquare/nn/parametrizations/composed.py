@@ -1,13 +1,12 @@
 """What the orthogonal methods share: ``matrix ∘ inner``, any geometry from a stride-1 square kernel.
 
 An orthonormal matrix that spans ``reach`` taps (the paper's RKO) does the stride and the change of channels. To its
-right comes an orthogonal kernel ``c -> c`` without stride, of the size that is missing. A method only says what that
-inner kernel is.
+right comes an orthogonal kernel ``c -> c`` without stride, of the size that is missing: one projector for each missing
+tap, unless a method says otherwise.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from math import prod
 from typing import Any, ClassVar
@@ -18,11 +17,10 @@ from torch import Tensor
 
 from trysquare.nn.geometry import ConvGeometry
 from trysquare.nn.linalg.orthogonalize import orthogonalizer
-from trysquare.nn.linalg.orthonormal import orthonormal_rows, recondition
+from trysquare.nn.linalg.orthonormal import orthonormal_rows, random_orthonormal, recondition
 from trysquare.nn.linalg.projectors import grow
 from trysquare.nn.linalg.spectrum import circular_singular_values
-from trysquare.nn.parametrizations.base import Parametrization, random_orthonormal
-from trysquare.nn.parametrizations.orthonormal import draw_for, reconditioned_for
+from trysquare.nn.parametrizations.base import Parametrization
 
 
 class Composed(Parametrization):
@@ -41,7 +39,7 @@ class Composed(Parametrization):
         super().__init__(**factory)
         self.geometry = geometry
         self.orthogonalizer = orthogonalizer_name
-        self._apply_orthogonalizer = orthogonalizer(orthogonalizer_name).apply
+        self._orthogonalizer = orthogonalizer(orthogonalizer_name)
         self._matrix_count = len(self.matrix_shapes)
 
     @property
@@ -52,9 +50,10 @@ class Composed(Parametrization):
         return (self.geometry.matrix_shape,)
 
     @property
-    @abstractmethod
     def inner_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Free tensors of the inner kernel."""
+        """Free tensors of the inner kernel: the frames of the projectors, if there are any."""
+        frames = self.geometry.frames_shape
+        return () if frames is None else (frames,)
 
     @property
     def free_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -68,7 +67,8 @@ class Composed(Parametrization):
 
     def draw(self) -> list[Tensor]:
         """Uniformly distributed matrix, and what the inner kernel starts from."""
-        return [*(draw_for(self.orthogonalizer, *shape) for shape in self.matrix_shapes), *self.draw_inner()]
+        matrices = [self._orthogonalizer.draw(*shape) for shape in self.matrix_shapes]
+        return [*matrices, *self.draw_inner()]
 
     def draw_inner(self) -> list[Tensor]:
         """Fresh free tensors of the inner kernel: uniformly distributed frames."""
@@ -82,11 +82,11 @@ class Composed(Parametrization):
 
     def matrix(self, *free: Tensor) -> Tensor:
         """The orthonormal matrix ``(g, rows, taps * c)``."""
-        return self._apply_orthogonalizer(free[0])
+        return self._orthogonalizer.apply(free[0])
 
-    @abstractmethod
     def composed(self, kernel: Tensor, *inner: Tensor) -> Tensor:
         """``kernel ∘ inner``: from ``(g, *reach, rows, c)`` to ``(g, rows, c, *k)``."""
+        return self.grown(kernel, inner, self.geometry.frame_axes)
 
     def _selection(self, like: Tensor) -> Tensor:
         groups, rows, columns = self.geometry.matrix_shape
@@ -151,7 +151,7 @@ class Composed(Parametrization):
 
     def reconditioned_matrix(self, *free: Tensor) -> list[Tensor]:
         """The same matrix from well conditioned tensors."""
-        return [reconditioned_for(self.orthogonalizer, matrix) for matrix in free]
+        return [self._orthogonalizer.reconditioned(matrix) for matrix in free]
 
     def reconditioned_inner(self, *free: Tensor) -> list[Tensor]:
         """The same inner kernel from well conditioned frames: a projector only depends on the span."""

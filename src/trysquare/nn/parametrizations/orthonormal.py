@@ -4,36 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trysquare.nn.linalg.orthogonalize import orthogonalizer
-from trysquare.nn.linalg.orthonormal import recondition
-from trysquare.nn.parametrizations.base import Parametrization, random_orthonormal
-
-
-def draw_for(name: str, *shape: int) -> Tensor:
-    """A fresh free matrix from which the orthogonalizer ``name`` starts well."""
-    if orthogonalizer(name).keeps_orthonormal:
-        return random_orthonormal(*shape)
-    return torch.randn(*shape, dtype=torch.float64) / max(shape[-2:]) ** 0.5
-
-
-def reconditioned_for(name: str, matrix: Tensor) -> Tensor:
-    """A free matrix that gives the same result as ``matrix`` and is safe to train on."""
-    entry = orthogonalizer(name)
-    if not entry.keeps_orthonormal:
-        return matrix
-    basis = entry.apply(matrix)
-    if matrix.shape[-2] > matrix.shape[-1]:
-        return recondition(matrix.mT, basis.mT).mT
-    return recondition(matrix, basis)
-
-
-def free_for(name: str, basis: Tensor) -> Tensor:
-    """A free matrix that the orthogonalizer ``name`` maps to ``basis``, or a guess where there is no closed form."""
-    inverse = orthogonalizer(name).inverse
-    return draw_for(name, *basis.shape) if inverse is None else inverse(basis)
+from trysquare.nn.parametrizations.base import Parametrization
 
 
 class OrthonormalMatrix(Parametrization):
@@ -43,7 +17,7 @@ class OrthonormalMatrix(Parametrization):
         super().__init__(**factory)
         self.shape = shape
         self.orthogonalizer = orthogonalizer_name
-        self._apply_orthogonalizer = orthogonalizer(orthogonalizer_name).apply
+        self._orthogonalizer = orthogonalizer(orthogonalizer_name)
 
     @property
     def free_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -57,19 +31,19 @@ class OrthonormalMatrix(Parametrization):
 
     def draw(self) -> list[Tensor]:
         """A uniformly distributed orthonormal matrix, or what the orthogonalizer starts from."""
-        return [draw_for(self.orthogonalizer, *self.shape)]
+        return [self._orthogonalizer.draw(*self.shape)]
 
     def build(self, *free: Tensor) -> Tensor:
         """The orthonormal matrix."""
-        return self._apply_orthogonalizer(free[0]).contiguous()
+        return self._orthogonalizer.apply(free[0]).contiguous()
 
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
         """The same orthonormal matrix from a well conditioned one."""
-        return [reconditioned_for(self.orthogonalizer, free[0])]
+        return [self._orthogonalizer.reconditioned(free[0])]
 
     def solve(self, weight: Tensor) -> list[Tensor]:
         """The orthogonalizer's inverse."""
-        return [free_for(self.orthogonalizer, weight)]
+        return [self._orthogonalizer.free(weight)]
 
     def extra_repr(self) -> str:
         """Shape and orthogonalizer."""

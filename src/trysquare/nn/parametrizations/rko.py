@@ -19,7 +19,6 @@ from torch import Tensor
 from trysquare.nn.geometry import ConvGeometry, window_overlap
 from trysquare.nn.linalg.orthogonalize import orthogonalizer
 from trysquare.nn.parametrizations.base import Parametrization
-from trysquare.nn.parametrizations.orthonormal import draw_for, free_for, reconditioned_for
 
 
 class RKO(Parametrization):
@@ -34,7 +33,7 @@ class RKO(Parametrization):
         super().__init__(**factory)
         self.geometry = geometry
         self.orthogonalizer = orthogonalizer_name
-        self._apply_orthogonalizer = orthogonalizer(orthogonalizer_name).apply
+        self._orthogonalizer = orthogonalizer(orthogonalizer_name)
         overlap = window_overlap(geometry.kernel_size, geometry.stride, geometry.dilation)
         self.scale: float = overlap**-0.5
 
@@ -56,23 +55,23 @@ class RKO(Parametrization):
 
     def draw(self) -> list[Tensor]:
         """A uniformly distributed matrix."""
-        return [draw_for(self.orthogonalizer, *self.free_shapes[0])]
+        return [self._orthogonalizer.draw(*self.free_shapes[0])]
 
     def build(self, *free: Tensor) -> Tensor:
         """Orthonormalise, reshape and scale."""
-        matrix = self._apply_orthogonalizer(free[0])
+        matrix = self._orthogonalizer.apply(free[0])
         taps = matrix.unflatten(-1, (*self.geometry.kernel_size, self.geometry.group_in))
         kernel = taps.movedim(-1, 2).flatten(0, 1)
         return (kernel if self.scale == 1 else self.scale * kernel).contiguous()
 
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
         """The same matrix from a well conditioned one."""
-        return [reconditioned_for(self.orthogonalizer, free[0])]
+        return [self._orthogonalizer.reconditioned(free[0])]
 
     def solve(self, weight: Tensor) -> list[Tensor]:
         """The matrix that the kernel is a reshaped copy of."""
         matrix = weight.unflatten(0, (self.geometry.groups, -1)).movedim(2, -1).flatten(2)
-        return [free_for(self.orthogonalizer, matrix / self.scale)]
+        return [self._orthogonalizer.free(matrix / self.scale)]
 
     def extra_repr(self) -> str:
         """Numbers of the construction."""

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from trysquare.nn.linalg.projectors import peel
 from trysquare.nn.parametrizations.bcop import BCOP, multiply
-from trysquare.nn.parametrizations.orthonormal import free_for
 
 
 class SCFac(BCOP):
@@ -38,7 +37,7 @@ class SCFac(BCOP):
         first, others = self._axes
         split = [rows.split((len(first), len(others))) for rows in frames]
         before, after = [pair[0] for pair in split if first], [pair[1] for pair in split if others]
-        turned = multiply(self.grown(kernel, before, first), self._apply_orthogonalizer(square))
+        turned = multiply(self.grown(kernel, before, first), self._orthogonalizer.apply(square))
         return self.grown(turned.movedim((1, 2), (-2, -1)), after, others)
 
     def solve(self, weight: Tensor) -> list[Tensor]:
@@ -48,12 +47,12 @@ class SCFac(BCOP):
         if kernel is None or prod(geometry.reach) > 1 or kernel.shape[-1] != kernel.shape[-2]:
             return self.draw()
         if geometry.frames_shape is None:
-            return [free_for(self.orthogonalizer, self._uncentred(kernel).flatten(1, -3).squeeze(1))]
+            return [self._orthogonalizer.free(self._uncentred(kernel).flatten(1, -3).squeeze(1))]
         first, others = self._axes
         kernel, after = peel(kernel, geometry.frame_rank, others)
         kernel, before = peel(kernel.mT, geometry.frame_rank, first)
         frames = [*([] if before is None else before.flip(0)), *([] if after is None else after)]
-        matrix = free_for(self.orthogonalizer, kernel.mT.flatten(1, -3).squeeze(1))
+        matrix = self._orthogonalizer.free(kernel.mT.flatten(1, -3).squeeze(1))
         return [matrix, torch.stack(frames)]
 
     def describe_inner(self) -> str:

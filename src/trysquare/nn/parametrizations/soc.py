@@ -25,7 +25,7 @@ from trysquare.nn.geometry import ConvGeometry, Sizes, positive
 from trysquare.nn.linalg.kernels import adjoint, compose, polynomial_kernel
 from trysquare.nn.linalg.norms import kernel_norm_bound
 from trysquare.nn.linalg.precision import at_least_float32, protected
-from trysquare.nn.parametrizations.cache import WeightCache
+from trysquare.nn.parametrizations.base import WeightCache
 from trysquare.nn.parametrizations.composed import Composed
 
 _TOLERANCE = 1e-6
@@ -112,6 +112,8 @@ class SOC(Composed):
         )
         self._factors = {"matrix": WeightCache(), "skew": WeightCache()}
         super().__init__(geometry, orthogonalizer_name, **factory)
+        # The argument that became another kernel size, and how exact that is.
+        self.note = f"skew kernel {self.skew_size}, error < {self.truncation_error:.1e}"
 
     @classmethod
     def full_kernel_size(cls, kernel_size: Sizes, stride: Sizes, dilation: Sizes, **options: Any) -> Sizes:
@@ -134,11 +136,6 @@ class SOC(Composed):
         count = enough_terms(norm) if terms is None else positive("terms", terms)
         axes = zip(kernel_size, stride, dilation, strict=True)
         return tuple(1 if k == 1 else s // gcd(s, d) + count * (k - 1) for k, s, d in axes)
-
-    @property
-    def note(self) -> str:
-        """The argument that became another kernel size, and how exact that is."""
-        return f"skew kernel {self.skew_size}, error < {self.truncation_error:.1e}"
 
     @property
     def truncation_error(self) -> float:

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from trysquare.nn.layers.activations import Householder, NActivation
-from trysquare.nn.layers.base import ParametrizedWeight
 from trysquare.nn.layers.heads import UnitNormLinear
 from trysquare.nn.layers.pooling import EuclideanNorm
+from trysquare.nn.linalg.operator import Axis, LinearOperator
+from trysquare.nn.parametrizations.base import ParametrizedWeight
 from trysquare.verify.auditing.report import LayerAudit
 from trysquare.verify.lipschitz import Analysis, input_like, lipschitz_lower_bound
 from trysquare.verify.lipschitz.rules import RULES, batch_norm_scales
 from trysquare.verify.lipschitz.shadow import Frame, class_name
 from trysquare.verify.lipschitz.trace import Node
-from trysquare.verify.operators import Axis, LinearOperator, read_layer, reads
+from trysquare.verify.operators import read_layer, reads
 from trysquare.verify.spectrum import lanczos_extremes, norm_range, singular_values, spectrum_flops
 
 # Singular values this near to 1 are those of an orthogonal layer in float32.

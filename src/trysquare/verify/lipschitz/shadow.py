@@ -38,9 +38,9 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trysquare.nn.layers.base import ParametrizedWeight
 from trysquare.nn.layers.centering import BatchCentering
 from trysquare.nn.linalg.precision import at_least_float32, autocast_dtype
+from trysquare.nn.parametrizations.base import ParametrizedWeight
 from trysquare.verify.operators import misfit
 
 Shape = tuple[int, ...]

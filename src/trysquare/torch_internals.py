@@ -1,0 +1,75 @@
+"""The private parts of torch that this library uses, each with the reason; checked with torch 2.13.
+
+Torch may change them in any release. ``tests/test_architecture.py`` sees to it that no other module uses one. Names
+here are torch's own callables wherever that is possible, because several are asked for each kernel that is built, and a
+Python frame for each would be a good part of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
+from typing import TypeVar
+
+import torch
+from torch.autograd import forward_ad
+
+# Whether a transform of ``torch.func`` is active: these need autograd functions to be applied torch's general way, and
+# tensors under them have no version counters to watch. There is no public question for that.
+transforms_are_active = torch._C._are_functorch_transforms_active
+
+# The stack of active transforms, and what says that one of them is forward mode: to refuse forward mode within forward
+# mode, which loses terms (torch 2.13).
+transforms = torch._C._functorch.get_interpreter_stack
+FORWARD_MODE = torch._C._functorch.TransformType.Jvp
+
+# Whether ``vmap`` or another transform has wrapped a tensor, and the tensor inside: to look at a value on the host.
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+unwrap = torch._C._functorch.get_unwrapped
+
+# The level of ``torch.autograd.forward_ad.dual_level``, -1 outside of all: there is a public way to enter, none to ask.
+forward_mode_level: partial[int] = partial(attrgetter("_current_level"), forward_ad)
+
+# What ``make_fx`` records with, or ``None``: a graph of it is run for other values than those seen.
+graph_recorder: partial[object] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
+
+# Whether backward will compute the gradient of a node: ``needs_input_grad`` is about the graph, not about this pass.
+will_run = torch._C._will_engine_execute_node
+
+# The trace of ``torch.jit.trace``, or ``None``: a tracer wants plain operations.
+jit_trace = torch._C._get_tracing_state
+
+# The switches of each backend for float32 products of fewer digits, by backend and operation. The public properties
+# (``torch.backends.cuda.matmul.fp32_precision``) cover only some of the backends and operations.
+precision_of = torch._C._get_fp32_precision_getter  # type: ignore[attr-defined]
+set_precision_of = torch._C._set_fp32_precision_setter  # type: ignore[attr-defined]
+
+# An assertion that an accelerator checks without stalling the host.
+assert_on_device = torch._assert_async
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def constant_when_traced(function: _Function) -> _Function:
+    """Have ``torch.compile`` call a function while it traces, and take the result for a constant.
+
+    The public ``torch.compiler.assume_constant_result`` does only this, but first imports the compiler, which takes
+    seconds.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def goes_to_aot_autograd() -> bool:
+    """Whether the graph that ``torch.compile`` traces now goes to AOTAutograd, by the name or kind of its backend."""
+    from torch._dynamo.backends.common import AotAutograd
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        backend: object = InstructionTranslator.current_tx().output.compiler_fn
+    except (AttributeError, LookupError):  # torch.export, whose graphs have no gradients
+        return True
+    given = getattr(getattr(backend, "_torchdynamo_orig_backend", backend), "compiler_fn", backend)
+    name = getattr(backend, "__name__", "")
+    return isinstance(given, AotAutograd) or name.startswith("aot") or name in ("inductor", "cudagraphs", "openxla")
