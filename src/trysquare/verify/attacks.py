@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.files import or_infinite, without_infinities
-from trysquare.naming import shown
+from trysquare.naming import require_known, shown
 from trysquare.nn.export import with_fixed_weights
-from trysquare.nn.geometry import positive
+from trysquare.nn.geometry import per_axis, positive
 from trysquare.progress import track
 from trysquare.verify.certification import (
     Certificate,
@@ -323,13 +323,26 @@ def autoattack_l2(
         raise ValueError(f"box={shown(box)} must be (0, 1): AutoAttack knows no other")
     _check_attacked(model, images, box)
     if not checked_number("radius", radius) > 0:
-        raise ValueError(f"radius={radius!r} must be positive")
+        raise ValueError(f"radius={shown(radius)} must be positive")
+    batch_size, (seed,) = positive("batch_size", batch_size), per_axis("seed", seed, 1, least=0)
+    for name in [] if attacks is None else _names(attacks):
+        require_known(name, _AUTOATTACK, "attack")
     region = _Region(images.detach().to(input_like(model).device), radius, box)
     with evaluating(model), _left_alone(region.images):
         target = _Target(model, region, labels)
         run = _autoattack(target, float(radius), attacks, seed)
         found, _ = run.run_standard_evaluation(target.given.clone(), target.labels, batch_size=batch_size)
     return region.moved(region.projected(found.double() - region.origin)).to(images.device)
+
+
+# The attacks of the package that AutoAttack is made of.
+_AUTOATTACK = ("apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "square")
+
+
+def _names(attacks: Any) -> list[Any]:
+    if not isinstance(attacks, list | tuple) or not attacks:
+        raise TypeError(f"attacks={shown(attacks)} must be a list of some of {', '.join(_AUTOATTACK)}")
+    return list(attacks)
 
 
 def _autoattack(target: _Target, radius: float, attacks: Sequence[str] | None, seed: int) -> Any:
