@@ -459,7 +459,7 @@ class AttackReport:
             violations = tuple(Violation.from_dict(violation) for violation in content["violations"])
             clean, samples = float(content["clean"]), int(content["samples"])
             return cls(epsilons, certified, attacked, clean, samples, violations)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"this is not an attack report in JSON: {error!r}") from error
 
     def __str__(self) -> str:

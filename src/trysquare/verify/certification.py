@@ -311,7 +311,7 @@ class Certificate:
             content |= {"input_shape": tuple(map(int, content["input_shape"]))}
             content |= {name: int(content[name]) for name in ("measured_samples", "disagreements")}
             return cls(**{name: content[name] for name in cls.__dataclass_fields__})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"this is not a certificate in JSON: {error!r}") from error
 
     def __str__(self) -> str:
