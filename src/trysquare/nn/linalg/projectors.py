@@ -19,6 +19,7 @@ from trysquare.nn.linalg.precision import (
     compiler_is_for_training,
     for_first_derivatives,
     full_precision,
+    host_can_look,
     is_traced,
     only_first_derivatives,
     outside_of_graphs,
@@ -37,7 +38,9 @@ def _compute(ctx: Any, matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> T
     """
     basis, factor = factor_rows(rows.flatten(0, 1))
     kernel, coordinates, flats = _grown(matrix, basis, rows.shape, axes)
-    kept = flats[1:] if matrix.shape[-1] < MANY_CHANNELS else []
+    # On an accelerator calls take longer than the products of a few hundred channels, and doing without costs calls.
+    many = MANY_CHANNELS if host_can_look(matrix) else 4 * MANY_CHANNELS
+    kept = flats[1:] if matrix.shape[-1] < many else []
     ctx.save_for_backward(matrix, basis, factor, *coordinates, *kept)
     ctx.shape, ctx.axes = rows.shape, axes
     return _channels_first(kernel)
@@ -74,9 +77,9 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             waiting = columns, known
         else:
             waiting, done = None, [torch.baddbmm(known, columns.mT, kernel), *done]
-    grads = torch.cat(done, 1).view(-1, steps, *shape[2:]).transpose(0, 1)  # (p, g, h, c)
-    grads = rows_gradient(basis, factor, grads.reshape(basis.shape), span_only=True)
-    return grad, grads.view(shape), None
+    # Where the kernels were not kept, those of all frames became known together.
+    frames = torch.stack(done if len(done) == steps else done[0].split(shape[2], 1))  # (p, g, h, c)
+    return grad, rows_gradient(basis, factor, frames.reshape(basis.shape), span_only=True).view(shape), None
 
 
 def _grow_in_steps(matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> Tensor:
