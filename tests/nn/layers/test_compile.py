@@ -43,6 +43,7 @@ def _second_derivatives(call, layer, x):
     return torch.autograd.grad(sum((g * g.detach().cos()).sum() for g in first), free, allow_unused=True)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by torch, where a graph ends
 @pytest.mark.parametrize("backend", ["eager", lambda graph, _: graph.forward], ids=["eager", "of a user"])
 @pytest.mark.parametrize(
     "make", [lambda: ts.OrthoConv1d(3, 4, 3), lambda: ts.OrthoLinear(3, 5, orthogonalizer="bjorck")]
