@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from ctypes import c_char
 from functools import cache
+from itertools import count
 from math import prod
 from typing import Any, ClassVar, Protocol, Self, cast
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakValueDictionary
 from zlib import crc32
 
 import torch
@@ -260,7 +261,7 @@ class Parametrization(Caching, ABC):
         # The free tensors, as parameters of the module that it is attached to.
         self.slots: dict[str, nn.Parameter] = {}
         self.writes = WriteGuard()
-        _alive.add(self)
+        self._enlist()
 
     @classmethod
     def full_kernel_size(cls, kernel_size: Sizes, stride: Sizes, dilation: Sizes, **options: Any) -> Sizes:
@@ -330,7 +331,10 @@ class Parametrization(Caching, ABC):
             RuntimeError: if somebody has written into the one that was returned before.
         """
         if torch.compiler.is_compiling():
-            return self.built(free)
+            wanted = self.training or torch.is_grad_enabled()
+            if not self.slots or torch.compiler.is_exporting() or (wanted and any(t.requires_grad for t in free)):
+                return self.built(free)
+            return kept_weight(list(free), self.number, list(self.weight_shape), self.like.dtype)
         self.refuse_writes()
         weight = self._from_cache(lambda: self.built(free), free, self.cache)
         self.writes.watch(weight)
@@ -385,7 +389,11 @@ class Parametrization(Caching, ABC):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
-        _alive.add(self)  # a deep copy, or a pickled one
+        self._enlist()  # a deep copy, or a pickled one
+
+    def _enlist(self) -> None:
+        self.number = next(_numbers)
+        _alive[self.number] = self
 
     # -- attaching, initial values and assignment
 
@@ -428,6 +436,23 @@ def plainly_laid_out(weight: Tensor) -> Tensor:
     return weight
 
 
+@torch.library.custom_op("trysquare::kept_weight", mutates_args=())
+def kept_weight(free: list[Tensor], number: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+    """Return a copy of the weight that a parametrization keeps, as one call in a compiled graph.
+
+    Without it, compiled evaluations would build each weight in every pass. It is a copy because a compiler may write
+    into what a call has returned.
+    """
+    part = _alive[number]
+    with torch.no_grad():
+        return part(*part.slots.values()).clone()
+
+
+@kept_weight.register_fake
+def _(free: list[Tensor], number: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+    return free[0].new_empty(shape, dtype=dtype)
+
+
 # -- reconditioning: degenerate free tensors are replaced by others that give the same weight
 #
 # Torch calls a hook after every step of every optimizer in the process. That happens at the same time on all ranks of a
@@ -436,7 +461,8 @@ def plainly_laid_out(weight: Tensor) -> Tensor:
 # Steps of an optimizer between two looks at the condition of the free tensors.
 RECONDITION_EVERY = 64
 
-_alive: WeakSet[Parametrization] = WeakSet()
+_alive: WeakValueDictionary[int, Parametrization] = WeakValueDictionary()
+_numbers = count()
 _steps_of: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 # Steps of all optimizers of the process, and the last of them that each tensor was in, by ``id``: some optimizers
 # change parameters without raising their version counters (fused ones, and those that write through ``.data``). An
@@ -452,7 +478,7 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
     _stepped.update(dict.fromkeys(trained, _step))
     steps = _steps_of[optimizer] = _steps_of.get(optimizer, 0) + 1
     if steps % RECONDITION_EVERY == 0:
-        for parametrization in list(_alive):
+        for parametrization in list(_alive.values()):
             parametrization.recondition(trained)
 
 
