@@ -34,6 +34,9 @@ unwrap = torch._C._functorch.get_unwrapped
 # The level of ``torch.autograd.forward_ad.dual_level``, -1 outside of all: there is a public way to enter, none to ask.
 forward_mode_level: partial[int] = partial(attrgetter("_current_level"), forward_ad)
 
+# What ``make_fx`` records with, or ``None``: a graph of it is run for other values than those seen.
+graph_recorder: partial[object] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
+
 # Whether backward will compute the gradient of a node: ``needs_input_grad`` is about the graph, not about this pass.
 will_run = torch._C._will_engine_execute_node
 
@@ -78,3 +81,17 @@ def hooks_of(module: nn.Module) -> tuple[Hooks, Hooks]:
     before = (*_module._global_forward_pre_hooks.values(), *module._forward_pre_hooks.values())
     after = (*module._forward_hooks.values(), *_module._global_forward_hooks.values())
     return list(before), list(after)
+
+
+def goes_to_aot_autograd() -> bool:
+    """Whether the graph that ``torch.compile`` traces now goes to AOTAutograd, by the name or kind of its backend."""
+    from torch._dynamo.backends.common import AotAutograd
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        backend: object = InstructionTranslator.current_tx().output.compiler_fn
+    except (AttributeError, LookupError):  # torch.export, whose graphs have no gradients
+        return True
+    given = getattr(getattr(backend, "_torchdynamo_orig_backend", backend), "compiler_fn", backend)
+    name = getattr(backend, "__name__", "")
+    return isinstance(given, AotAutograd) or name.startswith("aot") or name in ("inductor", "cudagraphs", "openxla")

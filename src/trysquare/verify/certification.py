@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from trysquare.files import or_infinite, without_infinities
 from trysquare.naming import shown
+from trysquare.nn.geometry import per_axis
 from trysquare.nn.linalg.operator import checked_weight
 from trysquare.nn.linalg.precision import autocast_dtype
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
@@ -310,7 +311,7 @@ class Certificate:
             content |= {"input_shape": tuple(map(int, content["input_shape"]))}
             content |= {name: int(content[name]) for name in ("measured_samples", "disagreements")}
             return cls(**{name: content[name] for name in cls.__dataclass_fields__})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"this is not a certificate in JSON: {error!r}") from error
 
     def __str__(self) -> str:
@@ -378,11 +379,13 @@ def certify(
     epsilons = checked_epsilons(epsilons)
     for name, number, least in (("batch_size", batch_size, 1), ("measured_samples", measured_samples, 0)):
         if not isinstance(number, int) or number < least:
-            raise ValueError(f"{name}={number!r} must be an integer, at least {least}")
+            raise ValueError(f"{name}={shown(number)} must be an integer, at least {least}")
     require_plain_module(model)
     if input_shape is not None and not isinstance(input_shape, Sequence):
-        raise TypeError(f"input_shape={input_shape!r} must be the shape of one image, such as (3, 32, 32)")
+        raise TypeError(f"input_shape={shown(input_shape)} must be the shape of one image, such as (3, 32, 32)")
     shape = None if input_shape is None else tuple(input_shape)
+    if shape is not None:
+        shape = per_axis("input_shape", shape, len(shape))
     found: Analysis | None = None
     exact: ExactEvaluation | None = None
     logits, labels, errors, off = [], [], [], torch.zeros(0, dtype=torch.float64)
@@ -489,6 +492,8 @@ def batches_of(data: Data, batch_size: int) -> tuple[Batches, int]:
     Raises:
         ValueError: if it is a pair of tensors of different lengths, or of tensors that are not dense.
     """
+    if isinstance(data, Tensor):
+        raise TypeError("data must be batches of images and labels, a dataset, or a pair of tensors, not a Tensor")
     tensors: Any = data.tensors if isinstance(data, TensorDataset) else data
     if isinstance(tensors, tuple | list) and len(tensors) == 2 and all(isinstance(part, Tensor) for part in tensors):
         images, labels = tensors

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trysquare.nn.linalg.precision import Operation, full_precision, host_can_look, keep_outputs, nothing_for
+from trysquare.nn.linalg.precision import (
+    Operation,
+    full_precision,
+    host_can_look,
+    keep_outputs,
+    nothing_for,
+    only_first_derivatives,
+)
 
 
 def _lower(matrix: Tensor, factor: Tensor) -> Tensor:
@@ -66,7 +73,10 @@ def _without_branches(rows: Tensor) -> tuple[Tensor, Tensor]:
     # ``V = L R`` and ``R Rᵀ = I`` give the factor of all passes together. Where rank is lost the exact one has no
     # inverse, which the gradient takes: directions weaker than rounding count as a little stronger than that.
     factor = torch.baddbmm(eye, unit, columns, beta=max(1e-9, 8 * eps)).tril()
-    return columns.mT, factor * (scale * norm).clamp_min(_smallest_length(rows.dtype))
+    # Autograd's forward mode refuses views as outputs.
+    plain = torch.compiler.is_compiling() or only_first_derivatives()
+    basis = columns.mT if plain else columns.mT.clone(memory_format=torch.contiguous_format)
+    return basis, factor * (scale * norm).clamp_min(_smallest_length(rows.dtype))
 
 
 def _smallest_length(dtype: torch.dtype) -> float:
@@ -205,6 +215,8 @@ def recondition(rows: Tensor, basis: Tensor) -> Tensor:
         rows: ``(..., h, c)``, free rows.
         basis: orthonormal rows that mean the same to whoever reads ``rows``.
     """
+    if rows.shape != basis.shape:
+        raise ValueError(f"rows {tuple(rows.shape)} and basis {tuple(basis.shape)} must have one shape")
     norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     unit = rows / torch.where(norm > 0, norm, 1.0)
     factor, failed = torch.linalg.cholesky_ex(torch.matmul(unit, unit.mT))
