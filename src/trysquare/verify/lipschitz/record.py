@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from trysquare import torch_internals
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.verify.lipschitz.graph import Frame, Graph, Node, NoRuleError, Shape, Value
 
@@ -126,18 +127,6 @@ class Step:
         return self.func(*args, **{name: value for name, value in kwargs.items() if name not in _DROPPED})
 
 
-# Whether a tensor is conjugated or negated only by name, which all tensors around it must know too.
-BITS = torch._C._additional_keys_to_prop_for_wrapper_tensors.add(torch._C.DispatchKey.ZeroTensor)
-
-
-def without_memory(cls: type, like: Tensor) -> Any:
-    """A tensor of a subclass that has a shape, strides and a dtype, and nothing to read."""
-    return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        cls, like.shape, like.stride(), like.storage_offset(), None, like.dtype, like.layout, like.device, False, False,
-        None, False, False, BITS & torch._C._dispatch_keys(like),
-    )  # fmt: skip
-
-
 class Recorded(Tensor):
     """A value inside of torch's functionalization."""
 
@@ -145,12 +134,12 @@ class Recorded(Tensor):
     numbers: Tensor
     labels: Tensor
     slot: Slot
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch_internals.no_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, recorder: Recorder, numbers: Tensor, labels: Tensor) -> Recorded:
         """Give a value the next slot."""
-        made = without_memory(cls, numbers)
+        made = torch_internals.without_memory(cls, numbers)
         made.recorder, made.numbers, made.labels = recorder, numbers, labels
         made.slot, recorder.slots = Slot(recorder.slots), recorder.slots + 1
         return made  # type: ignore[no-any-return]

@@ -13,8 +13,7 @@ is a ``Traced`` tensor, which has no memory, so that no number can leave unseen:
 
 What does not depend on the input, such as a weight that ``forward`` computes, is computed by torch as always, and is a
 constant. ``torch.export`` itself is not used: its import takes seconds, it may not look at constants (``.item()``), and
-layers take another way to their weights under it. The private functions of torch are those that
-``torch._subclasses.functional_tensor`` uses too, checked with torch 2.13.
+layers take another way to their weights under it.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from trysquare import torch_internals
 from trysquare.nn.linalg.precision import autocast_dtype
 from trysquare.verify.lipschitz.checks import input_like
 from trysquare.verify.lipschitz.graph import Frame, Graph, NoRuleError, Shape, Value, class_name
-from trysquare.verify.lipschitz.record import BITS, Recorded, Recorder, layout, name_of, user_line, without_memory
+from trysquare.verify.lipschitz.record import Recorded, Recorder, layout, name_of, user_line
 from trysquare.verify.operators import misfit
 
 # Ways to the memory of a tensor on which torch itself raises nothing.
 _ESCAPES = frozenset([Tensor.storage, Tensor.untyped_storage, Tensor.share_memory_, Tensor.__reduce_ex__])
-_FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
 
 
 class TakesTokens(Exception):  # noqa: N818
@@ -57,22 +56,21 @@ class Traced(Tensor):
     """
 
     functional: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch_internals.no_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, inside: Tensor) -> Traced:
         """Wrap a value, a constant, or a functional tensor."""
-        functional = inside if torch._is_functional_tensor(inside) else torch._to_functional_tensor(inside)
-        made = without_memory(cls, functional)
-        torch._C._set_throw_on_mutable_data_ptr(made)
+        functional = inside if torch_internals.is_functional(inside) else torch_internals.to_functional(inside)
+        made = torch_internals.without_memory(cls, functional)
         made.functional = functional
         return made  # type: ignore[no-any-return]
 
     @property
     def inside(self) -> Tensor:
         """What is inside now: ``Recorded`` if it depends on the input, and a plain constant otherwise."""
-        torch._sync(self.functional)  # type: ignore[attr-defined]
-        return torch._from_functional_tensor(self.functional)
+        torch_internals.synchronize(self.functional)
+        return torch_internals.from_functional(self.functional)
 
     def __repr__(self) -> str:  # type: ignore[override]
         raise NoRuleError(f"it prints values ({user_line()}), and what is printed cannot be followed")
@@ -290,7 +288,7 @@ class Tracer(TorchDispatchMode):
         values = [value for value in inputs if value is not None]
         is_whole = not kwargs and bool(values) and len(values) == len(inputs) and self.is_leaf(module)
         # Not where autocast, or a mode that changes what torch's functions do, is on around this call alone.
-        is_whole = is_whole and autocast_dtype(args[0]) == self.around and torch._C._len_torch_function_stack() == 1
+        is_whole = is_whole and autocast_dtype(args[0]) == self.around and torch_internals.function_modes() == 1
         if not is_whole:
             result = _call(module, *args, **kwargs)
             made = self._value(result)
@@ -328,22 +326,16 @@ class Tracer(TorchDispatchMode):
 
 def _functional(func: Any, args: Any, kwargs: Any) -> Any:
     """A call by torch's functionalization, on functional tensors."""
-    include = torch._C._dispatch_tls_local_include_set() | torch._C.DispatchKeySet(_FUNCTIONALIZE)
-    exclude = torch._C._dispatch_tls_local_exclude_set().remove(_FUNCTIONALIZE) - BITS
-    args, kwargs = tree_map(lambda leaf: leaf.functional if isinstance(leaf, Traced) else leaf, (args, kwargs))
-    with torch._C._ForceDispatchKeyGuard(include, exclude):
-        views = torch._functionalize_enable_reapply_views(True)  # type: ignore[attr-defined]
-        try:
-            return func._op_dk(_FUNCTIONALIZE, *args, **kwargs)
-        finally:
-            torch._functionalize_enable_reapply_views(views)  # type: ignore[attr-defined]
+    inside = tree_map(lambda leaf: leaf.functional if isinstance(leaf, Traced) else leaf, (args, kwargs))
+    return torch_internals.functionalized(func, *inside)
 
 
 @cache
 def _about(func: Any) -> tuple[bool, list[str]]:
     """Whether a function is made of others, and the arguments that it writes to."""
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    return composite, [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return torch_internals.is_composite(func), [
+        a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    ]
 
 
 def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
