@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from trysquare.nn.geometry import Sizes
-from trysquare.verify.lipschitz.graph import Calls, Node, Value
-from trysquare.verify.lipschitz.rules import RULES, Rule, Weights, period, scaled, signed_readings, without_border
-from trysquare.verify.lipschitz.theorems import (
+from trysquare.nn.linalg.lattice import (
     ROUND_UP,
     LatticeMap,
     circle_around,
@@ -26,6 +24,8 @@ from trysquare.verify.lipschitz.theorems import (
     residual_bound,
     sandwich_bound,
 )
+from trysquare.verify.lipschitz.graph import Calls, Node, Value
+from trysquare.verify.lipschitz.rules import RULES, Rule, Weights, period, scaled, signed_readings, without_border
 from trysquare.verify.operators import checked_weight
 
 _LINEAR = ("convolution", "mm", "addmm")
