@@ -1,7 +1,7 @@
 """A linear map, an activation, a linear map: found among the calls of a network, with or without a shortcut.
 
 The maps are convolutions or products with matrices, with scalings and shifts by constants in between. Padding and crops
-are read off the labels, so that it does not matter how they are spelled. ``theorems`` then bounds
+are read off the labels, so that it does not matter how they are spelled. ``nn.linalg.lattice`` then bounds
 the block from its kernels.
 """
 

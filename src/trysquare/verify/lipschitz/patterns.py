@@ -8,7 +8,7 @@
 * ``x`` less its mean is a projection.
 * The root of a sum of squares is a Euclidean norm (``roots``).
 * A linear map, an activation and another linear map, with or without a shortcut, are one block (``blocks``), bounded by
-  the theorems of ``theorems``.
+  the theorems of ``nn.linalg.lattice``.
 
 Each is recognised from the labels and constants of the calls, and never from names of modules.
 """
