@@ -239,7 +239,14 @@ def _adaptive_pool(at: _Request) -> _Replacement:
     if average:
         norm = math.prod(_norm(size, lambda x, o=o: F.adaptive_avg_pool1d(x, o)) for size, o in zip(at.sizes, out, strict=True))
         return counterparts.Divided(m, norm), f"norm {norm:.4g} from {at.sizes} to {out}"
-    raise _NotConvertible(f"windows from {at.sizes} to {out} overlap unevenly")
+    shared = math.prod(_most_windows(size, o) for size, o in zip(at.sizes, out, strict=True))
+    return counterparts.Divided(m, shared**0.5), f"up to {shared} windows share an input"
+
+
+def _most_windows(size: int, out: int) -> int:
+    """Largest number of windows of adaptive pooling that read the same input."""
+    ends = [(o * size // out, -(-(o + 1) * size // out)) for o in range(out)]
+    return max(sum(start <= place < end for start, end in ends) for place in range(size))
 
 
 def _upsample(at: _Request) -> _Replacement:
@@ -272,7 +279,8 @@ def _padding(at: _Request) -> _Replacement:
 
 
 def _log_softmax(at: _Request) -> _Replacement:
-    return counterparts.Divided(at.module, 2**0.5), "norm up to the root of 2"
+    count = at.given.shape[at.module.dim]
+    return counterparts.Divided(at.module, count**0.5), f"norm up to the root of {count}"
 
 
 def _ours(at: _Request) -> _Replacement:

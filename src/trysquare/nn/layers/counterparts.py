@@ -149,13 +149,22 @@ class GroupCentering(nn.Module):
 class BoundedScale(nn.Module):
     """Product with a learnable tensor, divided by its largest entry where that is above 1.
 
+    It starts with a largest entry of 1: the tiny factors with which networks start their branches would leave a branch
+    of a convex sum out.
+
     Args:
-        scale: the tensor at the start, of a shape that does not enlarge what it is multiplied with.
+        scale: the tensor, up to a factor, of a shape that does not enlarge what it is multiplied with; zeros count as
+            ones.
+
+    >>> from trysquare.nn.layers.counterparts import BoundedScale
+    >>> BoundedScale(torch.tensor([1e-6, -2e-6]))(torch.ones(2)).detach()
+    tensor([ 0.5000, -1.0000])
     """
 
     def __init__(self, scale: Tensor) -> None:
         super().__init__()
-        self.scale = nn.Parameter(scale.detach().clone())
+        largest = scale.detach().abs().max()
+        self.scale = nn.Parameter(scale.detach() / largest if largest > 0 else torch.ones_like(scale))
 
     def forward(self, x: Tensor) -> Tensor:
         """Scale entry by entry."""
