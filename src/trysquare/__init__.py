@@ -30,9 +30,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "METHODS", "AuditReport", "Certificate", "ProjUNN", "attacks", "audit", "certified_radius", "certify", "data",
-    "extreme_singular_values", "from_torch", "init", "linalg", "lipschitz", "lipschitz_bound", "lipschitz_lower_bound", "load_model",
-    "losses", "margin_for_radius", "models", "save_checkpoint", "singular_values", "spectral_norm_bound", "to_torch",
-    "training",
+    "extreme_singular_values", "from_torch", "init", "linalg", "lipschitz", "lipschitz_bound", "lipschitz_lower_bound",
+    "load_model", "losses", "margin_for_radius", "models", "save_checkpoint", "singular_values", "spectral_norm_bound",
+    "to_torch", "training",
 ]  # fmt: skip
 __all__ += layers.__all__
 

@@ -1,4 +1,4 @@
-"""Networks in plain torch, written as people write them: after torchvision, the U-Net and MLP-Mixer papers, and by hand."""
+"""Networks in plain torch as people write them: after torchvision, the papers of U-Net and MLP-Mixer, and by hand."""
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +59,9 @@ class ResNet50(nn.Module):
 
 
 class VGG(nn.Module):
-    def __init__(self, plan=(64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"), classes=1000, hidden=4096):
+    def __init__(
+        self, plan=(64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"), classes=1000, hidden=4096
+    ):
         super().__init__()
         layers, channels = [], 3
         for width in plan:
@@ -157,7 +159,8 @@ class Up(nn.Module):
         super().__init__()
         if bilinear:
             self.up = nn.Sequential(
-                nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True), nn.Conv2d(in_channels, in_channels // 2, 1)
+                nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True),
+                nn.Conv2d(in_channels, in_channels // 2, 1),
             )
         else:
             self.up = nn.ConvTranspose2d(in_channels, in_channels // 2, kernel_size=2, stride=2)
@@ -211,7 +214,7 @@ class Mixer(nn.Module):
         self.head = nn.Linear(dim, classes)
 
     def forward(self, x):
-        b, c, h, w = x.shape
+        _, _, h, w = x.shape
         assert h == w
         x = self.stem(x).flatten(2).transpose(1, 2)
         x = self.norm(self.blocks(x))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trysquare.nn.geometry import ConvGeometry, number, per_axis, positive
+from trysquare.nn.linalg.orthonormal import random_orthonormal
 from trysquare.nn.parametrizations import AOC
-from trysquare.nn.parametrizations.base import random_orthonormal
 
 Size = int | Sequence[int]
 
@@ -51,7 +51,9 @@ def orthogonal_(
     True
     """
     if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point or tensor.ndim < 2:
-        raise ValueError("tensor must be of a real floating point type and have at least two axes, (out, in, *kernel_size)")
+        raise ValueError(
+            "tensor must be of a real floating point type and have at least two axes, (out, in, *kernel_size)"
+        )
     gain = number("gain", gain)
     if not math.isfinite(gain):
         raise ValueError(f"gain={gain} must be finite")

@@ -1,8 +1,8 @@
 """Forward passes as graphs of calls whose sizes are known, with the line of code that made each call.
 
-``torch.fx`` alone stops where code asks for a size to decide something (``if x.shape[-1] % 2``). Here every traced value
-has one without numbers beside it (a fake tensor), which answers: all sizes are numbers but that of the batch, which stays
-a part of the graph.
+``torch.fx`` alone stops where code asks for a size to decide something (``if x.shape[-1] % 2``). Here every traced
+value has one without numbers beside it (a fake tensor), which answers: all sizes are numbers but that of the batch,
+which stays a part of the graph.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import inspect
 import linecache
 import math
+import operator
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,6 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 _TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
-
 
 
 class _Sizes(tuple[Any, ...]):
@@ -77,11 +78,11 @@ class _Proxy(fx.Proxy):
 
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self._value, tuple | list):
-            return iter([self[place] for place in range(len(self._value))])
+            return iter([operator.getitem(self, place) for place in range(len(self._value))])
         return super().__iter__()
 
 
-class Tracer(fx.Tracer):
+class _Tracer(fx.Tracer):
     """Records calls with the sizes of their results, and the user's line that made them."""
 
     def __init__(self, model: nn.Module, inputs: Sequence[Tensor], keep: tuple[type[nn.Module], ...]) -> None:
@@ -117,7 +118,7 @@ class Tracer(fx.Tracer):
         except Exception as error:
             if kind == "call_method" and not hasattr(Tensor, target):
                 raise AttributeError(f"a tensor has no attribute {target!r}") from error
-            raise ValueError(f"the model does not take this input: {error} ({proxy.node.meta['line']})") from error
+            raise ValueError(f"the model does not take this input: {error}") from error
         finally:
             self.runs = False
         return proxy
@@ -131,7 +132,7 @@ class Tracer(fx.Tracer):
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: value_of(n, self.model))
         if node.op == "call_module":
             return self.model.get_submodule(str(node.target))(*args, **kwargs)
-        function = getattr(type(args[0]), str(node.target)) if node.op == "call_method" else node.target
+        function: Any = getattr(type(args[0]), str(node.target)) if node.op == "call_method" else node.target
         return function(*args, **kwargs)
 
 
@@ -140,16 +141,38 @@ def _attribute(model: nn.Module, target: Any) -> Any:
     return getattr(model.get_submodule(path), name)
 
 
+def trace(model: nn.Module, inputs: Sequence[Tensor], keep: tuple[type[nn.Module], ...] = ()) -> fx.Graph:
+    """Return the graph of a forward pass; modules of torch, of this package and of classes in ``keep`` are one call.
+
+    Raises:
+        ValueError: if it cannot be traced, naming the line.
+    """
+    try:
+        return _Tracer(model, inputs, keep).trace(model)
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+        lines = [line for frame, _ in traceback.walk_tb(error.__traceback__) if (line := _line_of(frame))]
+        at = f" ({lines[-1]})" if lines else ""
+        raise ValueError(f"{type(model).__name__} cannot be traced: {error}{at}") from error
+
+
 def value_of(node: fx.Node, model: nn.Module) -> Any:
+    """What a node returned: tensors without numbers where they depend on the input, else an attribute of the model."""
     return node.meta["value"] if "value" in node.meta else _attribute(model, node.target)
 
 
+def _line_of(frame: Any) -> str:
+    """File, number and text of the line that a frame is at, unless that is torch's, or one of this package."""
+    name = frame.f_code.co_filename
+    if name.startswith((_TORCH, _HERE, "<")):
+        return ""
+    return f"{Path(name).name}:{frame.f_lineno}: {linecache.getline(name, frame.f_lineno).strip()}"
+
+
 def _user_line() -> str:
-    """File, number and text of the innermost line of the user's forward pass that is running."""
+    """The innermost line of the user's forward pass that is running."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "from_torch":
-        name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, _HERE, "<")):
-            return f"{Path(name).name}:{frame.f_lineno}: {linecache.getline(name, frame.f_lineno).strip()}"
+    while frame is not None and frame.f_code is not trace.__code__:
+        if line := _line_of(frame):
+            return line
         frame = frame.f_back
     return ""

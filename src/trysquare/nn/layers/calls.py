@@ -1,4 +1,4 @@
-"""What takes the place of sums, concatenations, means and normalisation in a converted network (``nn.conversion``).
+"""Layers in the place of calls: sums, concatenations, means and scales of converted networks (``nn.conversion``).
 
 If every value in a network depends on the input in a 1-Lipschitz way, then so does each of these: a sum whose weights
 add up to 1, values side by side divided by the root of their number, a mean taken off.
@@ -19,7 +19,7 @@ from trysquare.nn.linalg.precision import at_least_float32
 class ConvexSum(nn.Module):
     """``(1 - t) x + t y`` with a learnable ``t`` between 0 and 1, at the start 1/2.
 
-    >>> from trysquare.nn.layers.counterparts import ConvexSum
+    >>> from trysquare.nn.layers.calls import ConvexSum
     >>> ConvexSum()(torch.zeros(2), torch.ones(2)).detach()
     tensor([0.5000, 0.5000])
     """
@@ -37,7 +37,7 @@ class ConvexSum(nn.Module):
 class LearnableSum(nn.Module):
     """``(a x + b y) / (|a| + |b|)`` with learnable ``a`` and ``b``, at the start 1: signs can change.
 
-    >>> from trysquare.nn.layers.counterparts import LearnableSum
+    >>> from trysquare.nn.layers.calls import LearnableSum
     >>> LearnableSum()(torch.zeros(2), torch.ones(2)).detach()
     tensor([0.5000, 0.5000])
     """
@@ -80,7 +80,7 @@ class ScaledConcat(nn.Module):
 class ScaledMean(nn.Module):
     """Mean over some axes, times the root of how many numbers each is of: orthonormal rows.
 
-    >>> from trysquare.nn.layers.counterparts import ScaledMean
+    >>> from trysquare.nn.layers.calls import ScaledMean
     >>> ScaledMean((1,), keepdim=False)(torch.ones(1, 4, 2))
     tensor([[2., 2.]])
     """
@@ -101,7 +101,7 @@ class ScaledMean(nn.Module):
 class LastAxesCentering(nn.Module):
     """``nn.LayerNorm`` without the division: take off the mean over the last axes, add a learnable bias.
 
-    >>> from trysquare.nn.layers.counterparts import LastAxesCentering
+    >>> from trysquare.nn.layers.calls import LastAxesCentering
     >>> LastAxesCentering((3,))(torch.tensor([[1.0, 2.0, 6.0]])).detach()
     tensor([[-2., -1.,  3.]])
     """
@@ -156,7 +156,7 @@ class BoundedScale(nn.Module):
         scale: the tensor, up to a factor, of a shape that does not enlarge what it is multiplied with; zeros count as
             ones.
 
-    >>> from trysquare.nn.layers.counterparts import BoundedScale
+    >>> from trysquare.nn.layers.calls import BoundedScale
     >>> BoundedScale(torch.tensor([1e-6, -2e-6]))(torch.ones(2)).detach()
     tensor([ 0.5000, -1.0000])
     """
