@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -118,6 +118,9 @@ _MOVING = frozenset(
     type_as unbind unflatten unsqueeze view
     """.split()
 )
+# Arguments that do not matter to a counterpart.
+_IGNORED = ("input", "inplace", "training", "weight", "bias", "eps", "_stacklevel")
+_MAKING = ("new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like")
 _PARTS = ("chunk", "split", "split_with_sizes", "tensor_split", "unbind")
 _SAME = {
     "iadd": "add", "isub": "sub", "rsub": "sub", "subtract": "sub", "imul": "mul", "multiply": "mul", "itruediv": "div",
@@ -182,6 +185,8 @@ class _Converter:
     # -- what is known about a node
 
     def _depends(self, node: fx.Node) -> bool:
+        if node.op != "call_module" and _name(node) in _MAKING:
+            return False
         found = value_of(node, self.model)
         values = found if isinstance(found, tuple | list) else (found,)
         real = any(isinstance(value, Tensor) and value.is_floating_point() for value in values)
@@ -296,6 +301,9 @@ class _Converter:
         self._refuse_unused(node, _written(node).endswith("_"))
         if name in _FUNCTIONS:
             kind, names = _FUNCTIONS[name]
+            other = [key for key, value in node.kwargs.items() if value and key not in (*names.split(), *_IGNORED)]
+            if other:
+                raise NotConvertibleError(f"its argument {other[0]} has no meaning for {kind.__name__}")
             return self._as_module(node, kind(**_arguments(node, names, self.model)))
         if name in _MOVING:
             if len(self._from_input(node)) > 1 and name != "type_as":
@@ -370,7 +378,7 @@ class _Converter:
         values: Any = node.args[0] if node.args else node.kwargs["tensors"]
         dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis", 0))
         dependent = [value for value in values if value in self.dependent]
-        if dim == 0:
+        if dim % len(self._shape(node)) == 0:
             raise NotConvertibleError("it joins along the batch")
         if len(dependent) == 1:
             return _name(node), ""
@@ -408,6 +416,8 @@ class _Converter:
     def _call_max(self, node: fx.Node) -> tuple[str, str]:
         if len(self._from_input(node)) > 1:
             raise NotConvertibleError("of two values that depend on the input; MaxMin in one call is ts.MaxMin")
+        if self._count(node) > self._count(self._from_input(node)[0]):
+            raise NotConvertibleError("it copies values")
         return _name(node), "1-Lipschitz as it is"
 
     def _call_getitem(self, node: fx.Node) -> tuple[str, str]:
@@ -462,9 +472,8 @@ class _Converter:
 
     def _conv(self, node: fx.Node) -> tuple[str, str]:
         def build(shape: torch.Size, groups: int = 1, **kw: Any) -> nn.Module:
-            return getattr(nn, f"Conv{len(shape) - 2}d")(
-                shape[1] * groups, shape[0], tuple(shape[2:]), groups=groups, **kw
-            )  # type: ignore[no-any-return]
+            kind = getattr(nn, f"Conv{len(shape) - 2}d")
+            return kind(shape[1] * groups, shape[0], tuple(shape[2:]), groups=groups, **kw)  # type: ignore[no-any-return]
 
         return self._weighted(node, "stride padding dilation groups", build)
 
@@ -480,13 +489,17 @@ class _Converter:
     _call_conv_transpose1d = _call_conv_transpose2d = _call_conv_transpose3d = _conv_transpose
 
     def _call_batch_norm(self, node: fx.Node) -> tuple[str, str]:
-        channels = self._shape(node.args[0])[1]
-        return self._as_module(node, nn.BatchNorm1d(channels, affine=node.kwargs.get("weight") is not None))
+        found = _arguments(node, "running_mean running_var weight", self.model)
+        return self._as_module(node, nn.BatchNorm1d(self._shape(node.args[0])[1], affine="weight" in found))
+
+    def _call_instance_norm(self, node: fx.Node) -> tuple[str, str]:
+        found = _arguments(node, "running_mean running_var weight", self.model)
+        return self._as_module(node, nn.InstanceNorm1d(self._shape(node.args[0])[1], affine="weight" in found))
 
     def _call_group_norm(self, node: fx.Node) -> tuple[str, str]:
         found = _arguments(node, "num_groups weight", self.model)
-        channels = self._shape(node.args[0])[1]
-        return self._as_module(node, nn.GroupNorm(found["num_groups"], channels, affine="weight" in found))
+        affine = "weight" in found
+        return self._as_module(node, nn.GroupNorm(found["num_groups"], self._shape(node.args[0])[1], affine=affine))
 
 
 def _kind(module: nn.Module) -> str:
@@ -498,13 +511,41 @@ def _last(module: nn.Module) -> nn.Module:
     return module[-1] if isinstance(module, nn.Sequential) else module
 
 
-class _Converted(fx.GraphModule):
+class Converted(fx.GraphModule):
     """A converted model."""
 
     @property
     def conversion(self) -> Conversion:
         """What was changed, to what, and why."""
         return self.meta["conversion"]  # type: ignore[no-any-return]
+
+
+@overload
+def from_torch(
+    model: nn.Module,
+    input_shape: Sequence[Any],
+    *,
+    activation: str = ...,
+    residual: str = ...,
+    init: str = ...,
+    expanding_shortcut: str = ...,
+    keep: tuple[type[nn.Module], ...] = ...,
+    dry_run: Literal[False] = ...,
+) -> Converted: ...
+
+
+@overload
+def from_torch(
+    model: nn.Module,
+    input_shape: Sequence[Any],
+    *,
+    activation: str = ...,
+    residual: str = ...,
+    init: str = ...,
+    expanding_shortcut: str = ...,
+    keep: tuple[type[nn.Module], ...] = ...,
+    dry_run: Literal[True],
+) -> Conversion: ...
 
 
 def from_torch(
@@ -517,7 +558,7 @@ def from_torch(
     expanding_shortcut: str = "2x2",
     keep: tuple[type[nn.Module], ...] = (),
     dry_run: bool = False,
-) -> Any:
+) -> Converted | Conversion:
     """Make a 1-Lipschitz network of a model of plain torch, with the same architecture.
 
     Convolutions and linear layers become orthogonal ones of the same numbers where these exist, and 1-Lipschitz ones
@@ -581,12 +622,15 @@ def from_torch(
             + "\n".join(lines)
             + "\nChange these lines, or leave modules as they are by keep=(Class, ...); dry_run=True returns the table"
         )
+    for node in reversed(list(graph.nodes)):  # weights that layers have taken over, and what was computed of them
+        if not node.users and node.op != "output" and node not in converter.dependent:
+            graph.erase_node(node)
     graph.lint()
     found = {str(n.target): converter.modules.get(str(n.target)) for n in graph.nodes if n.op == "call_module"}
     for path, module in found.items():
         if module is not None:
             _set(copied, path, module)
-    result = _Converted(copied, graph, class_name=type(model).__name__)
+    result = Converted(copied, graph, class_name=type(model).__name__)
     result.meta["conversion"] = table
     _check(result, graph, _examples(copied, input_shape, _BATCH + 1))
     return result.train(model.training)
