@@ -18,7 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from trysquare.naming import require_known, shown
-from trysquare.nn.counterparts import UNKNOWN, NotConvertibleError, Request, counterpart, each_axis
+from trysquare.nn.counterparts import (
+    BATCH_NORM,
+    DROPOUT,
+    TRANSPOSED,
+    UNKNOWN,
+    NotConvertibleError,
+    Request,
+    counterpart,
+    each_axis,
+)
 from trysquare.nn.layers import calls
 from trysquare.nn.tracing import trace, value_of
 from trysquare.progress import track
@@ -285,8 +294,8 @@ class _Converter:
         weight, wanted = old.weight.detach().clone(), layer.weight.detach()
         users = list(node.users)
         behind: Any = self._module(users[0]) if len(users) == 1 and users[0].op == "call_module" else None
-        is_norm = isinstance(behind, nn.modules.batchnorm._BatchNorm) and behind.running_var is not None
-        if is_norm and not isinstance(old, nn.modules.conv._ConvTransposeNd):
+        is_norm = isinstance(behind, BATCH_NORM) and behind.running_var is not None
+        if is_norm and not isinstance(old, TRANSPOSED):
             scale = (behind.running_var + behind.eps).rsqrt() * (1 if behind.weight is None else behind.weight.detach())
             weight *= scale.view(-1, *(1,) * (weight.ndim - 1))
         missing = [large - small for large, small in zip(wanted.shape, weight.shape, strict=True)]
@@ -319,7 +328,7 @@ class _Converter:
     def _as_module(self, node: fx.Node, module: nn.Module) -> tuple[str, str]:
         """Convert a call as the module that does the same; dropout becomes that, since it was traced in eval mode."""
         new, why = counterpart(self._request(node, module), ())
-        if new is None and not isinstance(module, nn.modules.dropout._DropoutNd):
+        if new is None and not isinstance(module, DROPOUT):
             return _name(node), why
         new = module if new is None else new
         self._project(node, module, _last(new))

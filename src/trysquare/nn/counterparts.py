@@ -18,6 +18,15 @@ from trysquare.nn.layers import activations, calls, centering, conv, pooling
 from trysquare.nn.layers.convolution import ZERO_PAD
 from trysquare.nn.layers.linear import OrthoLinear
 
+
+def _in_all_dimensions(name: str) -> tuple[Any, ...]:
+    return tuple(getattr(nn, f"{name}{dims}d") for dims in (1, 2, 3))
+
+
+TRANSPOSED = _in_all_dimensions("ConvTranspose")
+BATCH_NORM = (*_in_all_dimensions("BatchNorm"), nn.SyncBatchNorm)
+DROPOUT = (*_in_all_dimensions("Dropout"), nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_INSTANCE_NORM = _in_all_dimensions("InstanceNorm")
 _ORTHOGONAL = "orthogonal, same geometry"
 UNKNOWN = "no 1-Lipschitz counterpart is known"
 _MEANS = "scaled to norm 1: means attenuate"
@@ -92,7 +101,7 @@ def _linear(at: Request) -> Replacement:
 def _convolution(at: Request) -> Replacement:
     """The same geometry where an orthogonal kernel exists; else a larger kernel, or AOL."""
     m, dims = at.module, at.module.weight.ndim - 2
-    transposed = isinstance(m, nn.modules.conv._ConvTransposeNd)
+    transposed = isinstance(m, TRANSPOSED)
     numbers = {name: getattr(m, name) for name in ("kernel_size", "stride", "padding", "dilation", "groups")}
     layer: Any = getattr(conv, f"OrthoConv{'Transpose' if transposed else ''}{dims}d")
     if transposed:
@@ -131,9 +140,9 @@ def _convolution(at: Request) -> Replacement:
 
 def _normalisation(at: Request) -> Replacement:
     m, why = at.module, "centering: dividing by a deviation is not Lipschitz"
-    if isinstance(m, nn.modules.batchnorm._BatchNorm):
+    if isinstance(m, BATCH_NORM):
         return centering.BatchCentering(m.num_features, m.momentum, m.affine, **at.factory), why
-    if isinstance(m, nn.modules.instancenorm._InstanceNorm):
+    if isinstance(m, _INSTANCE_NORM):
         return calls.GroupCentering(m.num_features, m.num_features, m.affine, **at.factory), why
     if isinstance(m, nn.GroupNorm):
         return calls.GroupCentering(m.num_groups, m.num_channels, m.affine, **at.factory), why
@@ -202,7 +211,7 @@ def _average_pool(at: Request) -> Replacement:
 
 def _adaptive_pool(at: Request) -> Replacement:
     m, out, dims = at.module, tuple(at.made.shape[2:]), at.dims
-    average = isinstance(m, nn.modules.pooling._AdaptiveAvgPoolNd)
+    average = isinstance(m, _in_all_dimensions("AdaptiveAvgPool"))
     why = _MEANS if average else "1-Lipschitz"
     if set(out) == {1}:
         return (pooling.GlobalScaledAvgPool() if average else pooling.GlobalMaxPool()), why
@@ -258,23 +267,22 @@ def _log_softmax(at: Request) -> Replacement:
     return calls.Divided(at.module, count**0.5), f"norm up to the root of {count}"
 
 
-# Classes of torch, what to do with them; the first that a module is an instance of counts.
+# Classes of torch, and what to do with them.
 _MODULES: list[tuple[tuple[Any, ...], Callable[[Request], Replacement]]] = [
-    ((nn.modules.conv._ConvNd,), _convolution),
+    ((*_in_all_dimensions("Conv"), *TRANSPOSED), _convolution),
     ((nn.Linear,), _linear),
-    ((nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm),
-     _normalisation),
+    ((*BATCH_NORM, *_INSTANCE_NORM, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm), _normalisation),
     ((nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish,
       nn.Softplus, nn.Hardswish), _activation),
     ((nn.Sigmoid, nn.Tanh, nn.Hardsigmoid, nn.Hardtanh, nn.Softsign, nn.LogSigmoid, nn.Tanhshrink, nn.Softshrink,
       nn.Softmax, nn.Softmax2d), _bounded),
     ((nn.LogSoftmax,), _log_softmax),
-    ((nn.modules.pooling._MaxPoolNd,), _max_pool),
-    ((nn.modules.pooling._AvgPoolNd,), _average_pool),
-    ((nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd), _adaptive_pool),
+    (_in_all_dimensions("MaxPool"), _max_pool),
+    (_in_all_dimensions("AvgPool"), _average_pool),
+    ((*_in_all_dimensions("AdaptiveAvgPool"), *_in_all_dimensions("AdaptiveMaxPool")), _adaptive_pool),
     ((nn.Upsample,), _upsample),
-    ((nn.modules.padding._ReflectionPadNd, nn.modules.padding._ReplicationPadNd, nn.modules.padding._CircularPadNd),
+    ((*_in_all_dimensions("ReflectionPad"), *_in_all_dimensions("ReplicationPad"), *_in_all_dimensions("CircularPad")),
      _padding),
-    ((nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle,
-      nn.modules.dropout._DropoutNd, nn.modules.padding._ConstantPadNd), _moves),
+    ((*DROPOUT, *_in_all_dimensions("ConstantPad"), *_in_all_dimensions("ZeroPad"), nn.Identity, nn.Flatten,
+      nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle), _moves),
 ]  # fmt: skip

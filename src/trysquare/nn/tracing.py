@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+
+from trysquare import torch_internals
 
 _TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 
@@ -89,7 +90,7 @@ class _Tracer(fx.Tracer):
         super().__init__()
         optional = list(inspect.signature(model.forward).parameters.values())[len(inputs) :]
         self.model, self.inputs, self.keep = model, iter([*inputs, *(each.default for each in optional)]), keep
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake = torch_internals.FakeTensorMode(allow_non_fake_inputs=True)
         self.runs = False  # a leaf, whose inner calls are not traced
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:

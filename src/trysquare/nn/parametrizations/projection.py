@@ -24,7 +24,7 @@ _OFF = 0.01
 # Of L-BFGS: steps between two looks, and the part of the squared distance that a look must find gone.
 _STEPS_A_LOOK = 20
 _LEAST_PROGRESS = 1e-3
-# A gradient of this size, relative to the weight, is that of a minimum in float32.
+# A gradient of this size, of the relative squared distance, is that of a minimum in float32.
 _FLAT = 1e-4
 
 
@@ -96,38 +96,44 @@ def nearest_free_tensors(
     # Solved in float64, like assignment; the descent is in the precision of the layer.
     exact = weight.to(torch.float64).cpu()
     target = weight.to(present[0].device, at_least_float32(present[0].dtype))
+    firsts = [parametrization.solve(exact), present, *(parametrization.draw() for _ in range(starts - 1))]
+    firsts = [[tensor.to(target.device, target.dtype) for tensor in first] for first in firsts]
+    with torch.no_grad(), full_precision(target):
+        built = [parametrization.build(*first) for first in firsts[:2]]
+    # Where all weights have one norm, the nearest one does not depend on that of the target, but the digits do that a
+    # difference of distances has.
+    size, other = (float(each.norm()) for each in built)
+    wanted = target * (size / norm) if math.isclose(size, other, rel_tol=1e-4) else target
+    if (built[1] - wanted).norm() < (built[0] - wanted).norm():
+        firsts[0] = firsts[1]
+    best: tuple[list[Tensor], float] = ([], math.inf)
+    for first in (firsts[0], *firsts[2:]):
+        with full_precision(target):
+            best = min(best, descend(parametrization.build, first, wanted, steps), key=lambda found: found[1])
+    with torch.no_grad(), full_precision(target):
+        distance = float((parametrization.build(*best[0]) - target).double().norm()) / norm
+    return [tensor.to(like.device, like.dtype) for tensor, like in zip(best[0], present, strict=True)], distance
 
-    def away(free: Sequence[Tensor]) -> float:
-        with torch.no_grad(), full_precision(target):
-            return float((parametrization.build(*free) - target).double().norm())
 
-    solved = [tensor.to(target.device, target.dtype) for tensor in parametrization.solve(exact)]
-    now = [tensor.to(target.dtype) for tensor in present]
-    firsts = [min(solved, now, key=away), *(parametrization.draw() for _ in range(starts - 1))]
-    free: list[Tensor] = []
-    distance = math.inf
-    for first in firsts:
-        start = [tensor.to(target.device, target.dtype) for tensor in first]
-        with full_precision(target), torch.enable_grad():
-            found, left = _descend(parametrization.build, start, target / norm, steps)
-        if left < distance:
-            free, distance = found, left
-    return [tensor.to(like.device, like.dtype) for tensor, like in zip(free, present, strict=True)], away(free) / norm
-
-
-def _descend(
+@torch.enable_grad()
+def descend(
     build: Callable[..., Tensor], start: Sequence[Tensor], target: Tensor, steps: int
 ) -> tuple[list[Tensor], float]:
-    """Minimise the distance of ``build(*free)`` from ``target`` by L-BFGS; the free tensors, and its square."""
-    free = [tensor.clone(memory_format=torch.contiguous_format).requires_grad_() for tensor in start]
+    """Minimise the distance of ``build(*free)`` from ``target`` by L-BFGS.
+
+    Returns:
+        The free tensors, and the distance relative to the norm of ``target``.
+    """
+    free = [tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for tensor in start]
     optimizer = torch.optim.LBFGS(
         free, max_iter=_STEPS_A_LOOK, history_size=20, line_search_fn="strong_wolfe",
         tolerance_grad=0.0, tolerance_change=0.0,
     )  # fmt: skip
+    square = float(target.square().sum())
 
     def closure() -> float:
         optimizer.zero_grad()
-        loss = (build(*free) - target).square().sum()
+        loss = (build(*free) - target).square().sum() / square
         loss.backward()
         return float(loss.detach())
 
@@ -144,4 +150,4 @@ def _descend(
         left, kept = now, [tensor.detach().clone() for tensor in free]
         if now > (1 - _LEAST_PROGRESS) * before:
             break
-    return kept, left
+    return kept, math.sqrt(left)
