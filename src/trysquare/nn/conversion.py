@@ -138,6 +138,12 @@ _SAME = {
 }  # fmt: skip
 
 
+def _within(node: fx.Node, name: str) -> str:
+    """``name`` behind the path of the module whose forward pass makes a call."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return f"{stack[-1][0] if stack else ''}.{name}".lstrip(".")
+
+
 def _written(node: fx.Node) -> str:
     """Name of a call as the user wrote it."""
     return str(getattr(node.target, "__name__", node.target))
@@ -181,7 +187,7 @@ class _Converter:
                 continue
             self.dependent.add(node)
             is_module = node.op == "call_module"
-            where, line = str(node.target) if is_module else node.name, node.meta.get("line", "")
+            where, line = str(node.target) if is_module else _within(node, node.name), node.meta.get("line", "")
             before = _kind(self.model.get_submodule(where)) if is_module else _written(node)
             self.distance: float | None = None
             try:
@@ -244,8 +250,7 @@ class _Converter:
         It is kept where the old module was, or, in the place of a call, where that was made. A module that is used
         several times and becomes several is counted up.
         """
-        home, name = list(node.meta.get("nn_module_stack", {"": ("", None)}).values())[-1][0], _name(node)
-        path = str(node.target) if node.op == "call_module" else f"{home}.{name}".lstrip(".")
+        path = str(node.target) if node.op == "call_module" else _within(node, _name(node))
         stateless = next(module.parameters(), None) is None
         for number in range(len(self.graph.nodes)):
             name = f"{path}_{number}" if number else path
