@@ -349,6 +349,19 @@ def test_a_module_that_is_used_twice():
     assert ts.lipschitz_bound(model, (8,)) <= 1.01
 
 
+def test_a_weight_that_is_computed_and_one_that_is_0_start_at_random():
+    class Standardised(nn.Conv2d):
+        def forward(self, x):
+            weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+            return F.conv2d(x, weight / weight.std((1, 2, 3), keepdim=True), self.bias, self.stride, self.padding)
+
+    plain = nn.Sequential(Standardised(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1))
+    nn.init.zeros_(plain[1].weight)
+    model = ts.from_torch(plain, (3, 6, 6), init="pretrained")
+    assert str(model.conversion).count("random: there is no old weight") == 2
+    assert ts.lipschitz_bound(model, (3, 6, 6)) == pytest.approx(1, abs=1e-5)
+
+
 def test_several_inputs_and_outputs():
     class Pair(nn.Module):
         def __init__(self):

@@ -83,7 +83,8 @@ class Conversion:
         for (before, after, why), rows in groups.items():
             where = rows[0].where + (f", ... {rows[-1].where}" if len(rows) > 1 else "")
             far = [row.distance for row in rows if row.distance is not None]
-            why += f"; {min(far):.2f} to {max(far):.2f} from the old weights" if far else ""
+            ends = sorted({f"{distance:.2f}" for distance in (min(far), max(far))}) if far else []
+            why += f"; {' to '.join(ends)} from the old weights" if ends else ""
             why += "".join(f" ({row.line})" for row in rows if not row.after)
             lines.append([f"{len(rows)}x", before, after, where, why])
         widths = [*(max(len(line[column]) for line in lines) for column in range(4)), 0]
@@ -281,8 +282,7 @@ class _Converter:
         new, why = counterpart(self._request(node, module), self.keep)
         if new is None:
             return _kind(module), why
-        why += self._tied(path, module)
-        self._project(node, module, _last(new))
+        why += self._tied(path, module) + self._projected(node, module, _last(new))
         self._put(node, new)
         return _kind(_last(new)), why
 
@@ -292,10 +292,10 @@ class _Converter:
         first = self.weights.setdefault(id(weight), where) if isinstance(weight, nn.Parameter) else where
         return "" if first == where else f"; shares its weight with {first} no longer"
 
-    def _project(self, node: fx.Node, old: Any, layer: Any) -> None:
-        """Start near the old weight, times the factors of a batch normalisation behind it."""
+    def _projected(self, node: fx.Node, old: Any, layer: Any) -> str:
+        """Start near the old weight, times the factors of a batch normalisation behind it; what to say of it."""
         if self.options["init"] != "pretrained" or not hasattr(layer, "project_"):
-            return
+            return ""
         weight, wanted = old.weight.detach().clone(), layer.weight.detach()
         users = list(node.users)
         behind: Any = self._module(users[0]) if len(users) == 1 and users[0].op == "call_module" else None
@@ -305,10 +305,12 @@ class _Converter:
             weight *= scale.view(-1, *(1,) * (weight.ndim - 1))
         missing = [large - small for large, small in zip(wanted.shape, weight.shape, strict=True)]
         weight = F.pad(weight, [pad for gap in reversed(missing) for pad in (0, gap)])
-        if float(weight.norm()) > 0:
-            self.distance = layer.project_(weight * (wanted.norm() / weight.norm()))
+        if not weight.any():
+            return "; random: there is no old weight"
+        self.distance = layer.project_(weight * (wanted.norm() / weight.norm()))
         if old.bias is not None:
             layer.bias.data.copy_(old.bias.detach())
+        return ""
 
     def _convert_call(self, node: fx.Node) -> tuple[str, str]:
         name = _name(node)
@@ -336,7 +338,7 @@ class _Converter:
         if new is None and not isinstance(module, DROPOUT):
             return _name(node), why
         new = module if new is None else new
-        self._project(node, module, _last(new))
+        why += self._projected(node, module, _last(new))
         self._put(node, new)
         return _kind(_last(new)), why
 
