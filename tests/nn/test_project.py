@@ -176,3 +176,30 @@ def test_a_parameter_can_be_assigned(make):
     assert [name for name, _ in layer.named_parameters()] == before
     layer.bias = nn.Parameter(torch.ones(4))  # another parameter is registered as ever
     assert torch.equal(layer.bias, torch.ones(4))
+
+
+def test_more_steps_and_starts_are_never_further():
+    torch.manual_seed(0)
+    layer = ts.OrthoConv2d(8, 8, 3, dtype=torch.float64)
+    wanted = torch.randn_like(layer.weight)
+    distances = []
+    for steps in (1, 5, 40, 200):
+        torch.manual_seed(1)
+        layer.reset_parameters()
+        distances.append(layer.project_(wanted, steps=steps))
+    assert distances == sorted(distances, reverse=True)
+    assert distances[-1] < distances[0] - 0.003
+    torch.manual_seed(1)
+    layer.reset_parameters()
+    assert layer.project_(wanted, steps=200, starts=4) <= distances[-1]
+
+
+def test_blocks_with_one_kernel_are_projected_and_others_refuse():
+    torch.manual_seed(0)
+    block, other = ts.SLLBlock2d(4, dtype=torch.float64), ts.SLLBlock2d(4, dtype=torch.float64)
+    wanted = other.weight.detach().clone()
+    assert block.project_(wanted, steps=400) < 1e-3
+    torch.testing.assert_close(block.weight, wanted, atol=1e-2, rtol=0)
+    assert ts.lipschitz_bound(block, (4, 5, 5)) <= 1 + 1e-6
+    with pytest.raises(ValueError, match="kernels of this block"):
+        ts.SLLAOCBlock2d(4, 8).project_(torch.randn(ts.SLLAOCBlock2d(4, 8).weight.shape))

@@ -2,7 +2,7 @@
 
 A method's ``solve`` starts well: orthonormal matrices by their polar factor, which is the nearest one, kernels by the
 projectors that lose least (``linalg.projectors.peel``). Descent on the free tensors does the rest where that is not the
-best already. On kernels of a trained network no random start ended nearer (``docs/layers.md`` has the figures), and
+best already. On kernels of a trained network no random start ended nearer (``docs/conversion.md`` has the figures), and
 alternating projection between orthogonal responses and small kernels, as a start, changed nothing.
 """
 
@@ -139,7 +139,8 @@ def descend(
 
     left = closure()
     kept = [tensor.detach().clone() for tensor in free]
-    for _ in range(0, steps, _STEPS_A_LOOK):
+    for done in range(0, steps, _STEPS_A_LOOK):
+        optimizer.param_groups[0]["max_iter"] = min(_STEPS_A_LOOK, steps - done)
         slope = math.sqrt(sum(float(tensor.grad.square().sum()) for tensor in free if tensor.grad is not None))
         if slope <= _FLAT:
             break
