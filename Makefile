@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
-BENCHMARKS := counts kernels compose spectrum overhead scaling
+BENCHMARKS := counts kernels compose spectrum overhead scaling forecast
 # These read images: of CIFAR-10 if DATA is its folder, else the digits of the package.
 TRAINED := loading orthogonalizers methods recipe
 # Examples in docstrings and documents build on each other, so they run one after another.

@@ -15,6 +15,7 @@ QUESTIONS = {
     "kernels": "What does it cost to build a kernel?",
     "overhead": "What does a whole network cost?",
     "scaling": "How does the cost grow?",
+    "forecast": "What would it cost on graphics cards?",
     "methods": "Which method should I choose?",
     "recipe": "What does the time buy in training?",
     "orthogonalizers": "Which orthogonalizer should I choose?",

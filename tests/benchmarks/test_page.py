@@ -77,6 +77,14 @@ def test_the_kernel_and_scaling_paragraphs_hold():
         assert all(ours[x] < theirs[x] for x in ours)
 
 
+def test_the_forecast_paragraph_holds():
+    entries = [entry for entry in DATA["forecast"]["forecasts"] if entry["cards"] == 1]
+    (steps,) = (e["steps"] for e in entries if (e["case"], e["card"]) == ("resnet34, float32, batch 512", "RTX 4090"))
+    ours = steps["AOC, one by one"] - steps["Conv2d, our padding"]
+    theirs = steps["orthogonium AOC"] - steps["Conv2d"]
+    assert [round(1e3 * seconds) for seconds in (ours, theirs)] == [131, 72]
+
+
 def test_the_training_paragraphs_hold():
     rows = DATA["methods"]["accuracy"]["rows"]
     peer, own = rows["orthogonium aol"], rows["aol"]

@@ -27,8 +27,8 @@ def gradients_of(model, loss, images, labels, **options):
 def builds(monkeypatch):
     """How often weights were built."""
     seen = []
-    built = Parametrization._built
-    monkeypatch.setattr(Parametrization, "_built", lambda self, free: seen.append(self) or built(self, free))
+    built = Parametrization.built
+    monkeypatch.setattr(Parametrization, "built", lambda self, free: seen.append(self) or built(self, free))
     return seen
 
 

@@ -10,6 +10,7 @@ do it with no branch.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -41,62 +42,51 @@ def _twice(rows: Tensor) -> tuple[Tensor, Tensor] | None:
     return torch.baddbmm(once, left, once, alpha=-1), first
 
 
-def _unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of length 1 (or 0) in float64, and their lengths: scaled twice, so that no square over- or underflows."""
-    wide = rows.double()
-    scale = wide.abs().amax(-1, keepdim=True)
-    scale = torch.where(scale > 0, scale, 1.0)
-    wide = wide / scale
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    norm = torch.where(norm > 0, norm, 1.0)
-    return wide / norm, (scale * norm).squeeze(-1)
-
-
 def _without_branches(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Shifted Cholesky passes in float64: each multiplies weak directions by about 1e6 and leaves strong ones.
+    """Four shifted Cholesky passes and one without a shift, in the dtype of the rows and with no look at a value.
 
-    A direction that is missing altogether is supplied by a nudge of 1e-13 towards fixed dense rows, far below what the
-    rows' own dtype resolves in float32; three passes lift it to 1.
+    A pass leaves directions that are stronger than the root of its shift at a length near 1, and makes weaker ones so
+    many times stronger: four passes make any rows well conditioned. Directions that are missing altogether are supplied
+    by a nudge towards fixed dense rows, no larger than the rounding of the rows themselves; zeros become such a row.
+
+    What takes time on an accelerator is the number of calls, so each pass is four of them.
     """
-    unit, length = _unit_rows(rows)
-    # Literals, not names: under dynamic shapes torch.compile makes a symbol of a global number, and then cannot go on.
-    basis = unit + 1e-13 * _dense_rows(unit)
-    count = rows.shape[-2]
-    shift = 8 * count * torch.finfo(torch.float64).eps * torch.eye(count, dtype=unit.dtype, device=unit.device)
-    total = torch.diag_embed(length)
-    for last in (False, False, False, True):
-        gram = torch.matmul(basis, basis.mT)
-        factor = torch.linalg.cholesky_ex(gram if last else gram + shift).L
-        basis = torch.linalg.solve_triangular(factor, basis, upper=False)
-        total = torch.matmul(total, factor)
-    return basis.to(rows.dtype), _damped(total, length, rows.dtype)
+    (h, c), eps = rows.shape[-2:], torch.finfo(rows.dtype).eps
+    scale = torch.linalg.vector_norm(rows, math.inf, dim=-1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+    dense = torch.arange(1, h * c + 1, dtype=rows.dtype, device=rows.device).square().sin().view(h, c)
+    unit = torch.add(rows / scale, dense, alpha=2 * eps)
+    norm = torch.linalg.vector_norm(unit, dim=-1, keepdim=True)
+    unit = unit / norm
+    columns, eye = unit.mT, torch.eye(h, dtype=rows.dtype, device=rows.device)
+    # Of rows of length 1 the Gram matrix has a norm of up to h, and rounding in proportion; later it has one of 1.
+    for shift in (2 * h * eps, *(2 * h**0.5 * eps,) * 3, 0.0):
+        gram = torch.baddbmm(eye, columns.mT, columns, beta=shift)
+        upper = torch.linalg.cholesky_ex(gram, upper=True).L
+        columns = torch.linalg.solve_triangular(upper, columns, upper=True, left=False)
+    # ``V = L R`` and ``R Rᵀ = I`` give the factor of all passes together. Where rank is lost the exact one has no
+    # inverse, which the gradient takes: directions weaker than rounding count as a little stronger than that.
+    factor = torch.baddbmm(eye, unit, columns, beta=max(1e-9, 8 * eps)).tril()
+    return columns.mT, factor * (scale * norm).clamp_min(_smallest_length(rows.dtype))
 
 
-def _dense_rows(like: Tensor) -> Tensor:
-    """Rows of length about 1 in general position: not in the span of any few coordinate axes, whatever ``like`` is."""
-    h, c = like.shape[-2:]
-    number = torch.arange(h * c, dtype=like.dtype, device=like.device).view(h, c)
-    return torch.sin(1.0 + 1.7 * number + 0.013 * number.square()) * (2 / c) ** 0.5
-
-
-def _damped(factor: Tensor, length: Tensor, dtype: torch.dtype) -> Tensor:
-    """The factor as the gradient may use it: where rank is lost the exact one is not finite.
-
-    Directions weaker than ``1e-7`` of their row count as that strong, and none as weaker than the dtype can invert.
-    """
-    diagonal = factor.diagonal(dim1=-2, dim2=-1)
-    weakest = (1e-7 * length).clamp_min(torch.finfo(dtype).tiny ** 0.75)
-    lifted = torch.where(diagonal.abs() > weakest, diagonal, weakest)
-    return (factor + torch.diag_embed(lifted - diagonal)).to(dtype)
+def _smallest_length(dtype: torch.dtype) -> float:
+    """Length of rows of which the dtype can still invert the weakest direction, 1e-7 of it."""
+    return float(1e7 * torch.finfo(dtype).tiny ** 0.75)
 
 
 def _householder(rows: Tensor) -> tuple[Tensor, Tensor]:
-    unit, length = _unit_rows(rows)
-    basis, factor = torch.linalg.qr(unit.mT)
-    sign = torch.where(factor.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(unit.dtype)
+    """The same by reflections in float64, for any rows."""
+    wide, tiny = rows.double(), torch.finfo(torch.float64).tiny
+    scale = torch.linalg.vector_norm(wide, math.inf, dim=-1, keepdim=True).clamp_min(tiny)
+    norm = torch.linalg.vector_norm(wide / scale, dim=-1, keepdim=True).clamp_min(tiny)
+    basis, factor = torch.linalg.qr((wide / scale / norm).mT)
+    sign = torch.where(factor.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(basis.dtype)
     # Products of transposes, not transposes of products: autograd's forward mode refuses views as outputs.
     basis, factor = basis.mT * sign.unsqueeze(-1), factor.mT * sign.unsqueeze(-2)
-    return basis.to(rows.dtype), _damped(length.unsqueeze(-1) * factor, length, rows.dtype)
+    # Directions weaker than 1e-7 of their row count as that strong, for the gradient.
+    factor = factor.tril(-1) + torch.diag_embed(factor.diagonal(dim1=-2, dim2=-1).clamp_min(1e-7))
+    factor = factor * (scale * norm).clamp_min(_smallest_length(rows.dtype))
+    return basis.to(rows.dtype), factor.to(rows.dtype)
 
 
 def factor_rows(rows: Tensor, householder: bool = False) -> tuple[Tensor, Tensor]:
@@ -214,7 +204,7 @@ def recondition(rows: Tensor, basis: Tensor) -> Tensor:
         basis: orthonormal rows that mean the same to whoever reads ``rows``.
     """
     norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    unit = (rows / torch.where(norm > 0, norm, 1.0)).double()
+    unit = rows / torch.where(norm > 0, norm, 1.0)
     factor, failed = torch.linalg.cholesky_ex(torch.matmul(unit, unit.mT))
     nearest = factor.diagonal(dim1=-2, dim2=-1).amin(-1)
     norm = norm.squeeze(-1)

@@ -17,6 +17,7 @@ from trysquare.nn.linalg.precision import (
     apply_function,
     for_first_derivatives,
     full_precision,
+    host_can_look,
     only_first_derivatives,
 )
 
@@ -33,7 +34,9 @@ def _compute(ctx: Any, matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> T
     """
     basis, factor = factor_rows(rows.flatten(0, 1))
     kernel, coordinates, flats = _grown(matrix, basis, rows.shape, axes)
-    kept = flats[1:] if matrix.shape[-1] < MANY_CHANNELS else []
+    # On an accelerator calls take longer than the products of a few hundred channels, and doing without costs calls.
+    many = MANY_CHANNELS if host_can_look(matrix) else 4 * MANY_CHANNELS
+    kept = flats[1:] if matrix.shape[-1] < many else []
     ctx.save_for_backward(matrix, basis, factor, *coordinates, *kept)
     ctx.shape, ctx.axes = rows.shape, axes
     return _channels_first(kernel)
@@ -70,9 +73,9 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             waiting = columns, known
         else:
             waiting, done = None, [torch.baddbmm(known, columns.mT, kernel), *done]
-    grads = torch.cat(done, 1).unflatten(1, (steps, -1))  # (g, p, h, c)
-    grads = rows_gradient(basis, factor, grads.transpose(0, 1).flatten(0, 1), span_only=True)
-    return grad, grads.view(shape), None
+    # Where the kernels were not kept, those of all frames became known together.
+    frames = torch.stack(done if len(done) == steps else done[0].split(shape[2], 1))  # (p, g, h, c)
+    return grad, rows_gradient(basis, factor, frames.flatten(0, 1), span_only=True).view(shape), None
 
 
 def _grow_in_steps(matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> Tensor:

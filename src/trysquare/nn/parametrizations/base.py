@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 from math import prod
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Protocol, Self, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -45,7 +45,7 @@ class WeightCache:
         """Forget the weight."""
         self.weight: Tensor | None = None
         self._key: Any = None
-        self._version = self._steps = 0
+        self._version = self._step = 0
         self._held: list[Tensor] = []
         self._slots: list[tuple[dict[str, Any], str, Tensor, int, int]] = []
 
@@ -54,22 +54,26 @@ class WeightCache:
         if not self.fresh(key):
             # Not an inference tensor even in inference mode: the next pass may want gradients of its input.
             with torch.inference_mode(False), torch.no_grad():
-                self._store(build(), slots, names, key)
+                self.store(build(), slots, names, key)
         assert self.weight is not None
         return self.weight
 
-    def _store(self, weight: Tensor, slots: dict[str, Any], names: Iterable[str], key: Any) -> None:
-        self.weight, self._version, self._steps, self._key = weight, weight._version, _steps, key
+    def store(self, weight: Tensor, slots: dict[str, Any], names: Iterable[str], key: Any = None) -> None:
+        """Keep a weight that was built from the tensors of these names in ``slots``."""
+        self.weight, self._version, self._step, self._key = weight, weight._version, _step, key
         sources = [(name, slots[name]) for name in names]
         self._slots = [(slots, name, source, source._version, source.data_ptr()) for name, source in sources]
         self._held = [source.detach() for _, source in sources]
 
     def fresh(self, key: Any = None) -> bool:
         """Whether there is a weight for ``key``, not written to, and what it was built from is as it was."""
-        if self.weight is None or self._steps != _steps or self.weight._version != self._version:
+        if self.weight is None or self.weight._version != self._version or key != self._key:
             return False
-        return key == self._key and all(
-            slots[name] is source and source._version == version and source.data_ptr() == address
+        return all(
+            slots[name] is source
+            and source._version == version
+            and source.data_ptr() == address
+            and _stepped.get(id(source), 0) <= self._step
             for slots, name, source, version, address in self._slots
         )
 
@@ -77,12 +81,25 @@ class WeightCache:
         return WeightCache, ()
 
 
+class OpenBlock(Protocol):
+    """What hands out weights between the entry and the exit of ``with ts.built(model)``; see ``nn.building``."""
+
+    def weight(
+        self, build: Callable[[], Tensor], cache: WeightCache, slots: dict[str, Any], names: Sequence[str], key: Any
+    ) -> Tensor:
+        """Return ``build()``, built once in the block."""
+
+
 class Caching(nn.Module):
-    """A module that builds a tensor from free ones, and in eval mode keeps it while nothing changes."""
+    """A module that builds a tensor from free ones, and keeps it while nothing changes and nobody wants a gradient.
+
+    That is so in eval mode without gradients, and in any mode where all of the free tensors are frozen.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.cache = WeightCache()
+        self.block: OpenBlock | None = None
 
     def cached(
         self,
@@ -93,19 +110,23 @@ class Caching(nn.Module):
         key: Any = None,
         cache: WeightCache | None = None,
     ) -> Tensor:
-        """Return ``build()``, from the cache if the free tensors are the parameters in ``slots`` and need no gradient.
+        """Return ``build()``, from the open block or the cache if the free tensors are the parameters in ``slots``.
 
         Tensors that somebody else put there for one call are not kept.
         """
-        if self.training or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return build()
-        grad = torch.is_grad_enabled()
+        names, wanted = tuple(names), False
         for tensor, name in zip(free, names, strict=True):
-            if tensor is not slots[name] or type(tensor) is not nn.Parameter:
+            if tensor is not slots[name] or type(tensor) is not nn.Parameter or tensor.is_inference():
                 return build()
-            if tensor.is_inference() or (grad and tensor.requires_grad):
-                return build()
-        return (self.cache if cache is None else cache).get(build, slots, names, key)
+            wanted = wanted or tensor.requires_grad
+        kept = self.cache if cache is None else cache
+        if self.block is not None:
+            return self.block.weight(build, kept, slots, names, key)
+        if wanted and (self.training or torch.is_grad_enabled()):
+            return build()
+        return kept.get(build, slots, names, key)
 
     def train(self, mode: bool = True) -> Self:
         """Switch the mode; a change of mode clears the cache."""
@@ -120,6 +141,9 @@ class Caching(nn.Module):
     def forget(self) -> None:
         """Clear the cache."""
         self.cache.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"block": None}  # a copy, or a pickled one, is not in the block
 
 
 # The last weights that were returned; somebody may hold on to one while others are built.
@@ -208,7 +232,7 @@ class Parametrization(Caching, ABC):
         self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
         self.note = ""  # what the layer's ``repr`` says besides the method and its options
         # The free tensors, as parameters of the module that it is attached to.
-        self._slots: dict[str, nn.Parameter] = {}
+        self.slots: dict[str, nn.Parameter] = {}
         self._writes = WriteGuard()
         _alive.add(self)
 
@@ -245,6 +269,22 @@ class Parametrization(Caching, ABC):
     def build(self, *free: Tensor) -> Tensor:
         """Return the weight, in the dtype of the free tensors."""
 
+    @property
+    def alike(self) -> Hashable:
+        """What parametrizations have in common whose weights ``build_together`` makes in one batch, or ``None``."""
+        return None
+
+    def build_together(self, *free: Tensor) -> Tensor:
+        """Return the weights of several parametrizations that are ``alike``, built in one batch.
+
+        Args:
+            free: each of the free tensors, stacked: ``(count, *shape)``.
+
+        Returns:
+            ``(count, *weight_shape)``.
+        """
+        raise NotImplementedError
+
     def reconditioned(self, *free: Tensor) -> Sequence[Tensor]:
         """Return well conditioned free tensors that give the same weight; ``free`` itself if it is well conditioned."""
         return free
@@ -277,23 +317,24 @@ class Parametrization(Caching, ABC):
             RuntimeError: if somebody has written into the one that was returned before.
         """
         if torch.compiler.is_compiling():
-            return self._built(free)
+            return self.built(free)
         self._writes.check()
-        weight = self._from_cache(lambda: self._built(free), free, self.cache)
+        weight = self._from_cache(lambda: self.built(free), free, self.cache)
         self._writes.watch(weight)
         return weight
 
     # -- building
 
-    def _built(self, free: Sequence[Tensor]) -> Tensor:
+    def built(self, free: Sequence[Tensor]) -> Tensor:
+        """Return the weight in the layer's dtype, built in full precision."""
         exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]
-        return _plainly_laid_out(protected(self.build, exact).to(self.like.dtype))
+        return plainly_laid_out(protected(self.build, exact).to(self.like.dtype))
 
     # -- caching
 
     def _from_cache(self, build: Callable[[], Tensor], free: Sequence[Tensor], cache: WeightCache) -> Tensor:
         # As a part of a block, a parametrization is not attached and owns no parameters.
-        return self.cached(build, free, self._slots, self._slots, cache=cache) if self._slots else build()
+        return self.cached(build, free, self.slots, self.slots, cache=cache) if self.slots else build()
 
     # -- reconditioning
 
@@ -302,14 +343,17 @@ class Parametrization(Caching, ABC):
         """Replace free tensors that degenerate by others of the same weight, if they are among the ``trained``.
 
         Old and new ones differ by a factor that the weight does not depend on, and so does every mean of them: averages
-        that an optimizer takes of positions keep their meaning. Momentum is that of the old ones for a few steps.
+        that an optimizer takes of positions keep their meaning. Momentum is that of the old ones for a few steps. Each
+        tensor has a factor of its own, so that others may be frozen or belong to another optimizer.
         """
-        free = list(self._slots.values())
-        if not free or not all(type(tensor) is nn.Parameter and id(tensor) in trained for tensor in free):
+        free = list(self.slots.values())
+        if not any(id(tensor) in trained and tensor.requires_grad for tensor in free):
             return
-        with full_precision(free[0]):
-            for tensor, better in zip(free, self.reconditioned(*free), strict=True):
-                tensor.copy_(better)
+        whole = [gathered(tensor) for tensor in free]
+        with full_precision(whole[0]):
+            for tensor, better in zip(free, self.reconditioned(*whole), strict=True):
+                if id(tensor) in trained and tensor.requires_grad:
+                    tensor.copy_(spread_like(better, tensor))
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
@@ -321,8 +365,8 @@ class Parametrization(Caching, ABC):
         """Make ``module.name`` this function of freshly drawn free tensors."""
         parametrize.register_parametrization(module, name, self, unsafe=True)
         held = cast("nn.ModuleDict", module.parametrizations)
-        self._slots = cast("dict[str, nn.Parameter]", held[name]._parameters)
-        self.redraw(list(self._slots.values()))
+        self.slots = cast("dict[str, nn.Parameter]", held[name]._parameters)
+        self.redraw(list(self.slots.values()))
 
     @torch.no_grad()
     def redraw(self, free: Sequence[Tensor]) -> None:
@@ -333,7 +377,7 @@ class Parametrization(Caching, ABC):
 
     def project_(self, weight: Tensor, starts: int = 1, steps: int = 100) -> float:
         """Set the free tensors to those whose weight is nearest to ``weight``; see ``ParametrizedWeight.project_``."""
-        free = list(self._slots.values())
+        free = list(self.slots.values())
         nearest, distance = nearest_free_tensors(weight, self, [tensor.detach() for tensor in free], starts, steps)
         self._writes.forget()
         with torch.no_grad():
@@ -350,13 +394,13 @@ class Parametrization(Caching, ABC):
         Raises:
             ValueError: if ``weight`` has the wrong shape, or no free tensors were found that give it.
         """
-        if not self._slots:
+        if not self.slots:
             dtype = at_least_float32(weight.dtype)
             return [weight.new_empty(shape, dtype=dtype) for shape in self.free_shapes]
-        return free_tensors_for(weight, self, [tensor.detach() for tensor in self._slots.values()])
+        return free_tensors_for(weight, self, [tensor.detach() for tensor in self.slots.values()])
 
 
-def _plainly_laid_out(weight: Tensor) -> Tensor:
+def plainly_laid_out(weight: Tensor) -> Tensor:
     """Return ``weight`` with the strides of a new tensor: others of axes of size 1 torch takes for channels last."""
     step = 1
     for size, stride in zip(reversed(weight.shape), reversed(weight.stride()), strict=True):
@@ -376,21 +420,45 @@ RECONDITION_EVERY = 64
 
 _alive: WeakSet[Parametrization] = WeakSet()
 _steps_of: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-# Steps of all optimizers of the process. Fused ones change parameters without raising their version counters.
-_steps = 0
+# Steps of all optimizers of the process, and the last of them that each tensor was in, by ``id``: some optimizers
+# change parameters without raising their version counters (fused ones, and those that write through ``.data``). An
+# entry of a tensor that is gone does no harm to the next one of that ``id``, whose weight is built later.
+_step = 0
+_stepped: dict[int, int] = {}
 
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
-    global _steps
-    _steps += 1
+    global _step
+    _step += 1
+    trained = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    _stepped.update(dict.fromkeys(trained, _step))
     steps = _steps_of[optimizer] = _steps_of.get(optimizer, 0) + 1
     if steps % RECONDITION_EVERY == 0:
-        trained = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
         for parametrization in list(_alive):
             parametrization.recondition(trained)
 
 
+def state_of(tensor: Tensor) -> tuple[int, int]:
+    """Return two numbers of which one grows when ``tensor`` is written to, by an optimizer or in place."""
+    return tensor._version, _stepped.get(id(tensor), 0)
+
+
 register_optimizer_step_post_hook(_after_step)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor that ``fully_shard`` has spread over processes; any other one as it is."""
+    whole: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
+    return tensor if whole is None else whole()
+
+
+def spread_like(tensor: Tensor, like: Any) -> Tensor:
+    """Return ``tensor``, which is the same in all processes, spread over them as ``like`` is."""
+    if not hasattr(like, "full_tensor"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def steps_taken(optimizer: Optimizer) -> int:

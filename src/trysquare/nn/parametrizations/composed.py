@@ -7,7 +7,7 @@ tap, unless a method says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
 from typing import Any, ClassVar
 
@@ -80,6 +80,16 @@ class Composed(Parametrization):
         matrix = self.matrix(*free[:count]) if count else self._selection(free[0])
         return self._to_torch(self.composed(self._split_taps(matrix), *free[count:]))
 
+    @property
+    def alike(self) -> Hashable:
+        """Method, geometry and orthogonalizer: layers that have these in common are groups of one larger layer."""
+        return type(self), self.geometry, self.orthogonalizer
+
+    def build_together(self, *free: Tensor) -> Tensor:
+        """The kernels, built as groups of one: of matrices ``(count, g, n, m)`` and frames ``(count, p, g, h, c)``."""
+        joined = [each.movedim(0, -4).flatten(-4, -3) for each in free]
+        return self.build(*joined).unflatten(0, (len(free[0]), -1))
+
     def matrix(self, *free: Tensor) -> Tensor:
         """The orthonormal matrix ``(g, rows, taps * c)``."""
         return self._orthogonalizer.apply(free[0])
@@ -89,8 +99,8 @@ class Composed(Parametrization):
         return self.grown(kernel, inner, self.geometry.frame_axes)
 
     def _selection(self, like: Tensor) -> Tensor:
-        groups, rows, columns = self.geometry.matrix_shape
-        return torch.eye(rows, columns, dtype=like.dtype, device=like.device).expand(groups, -1, -1)
+        _, rows, columns = self.geometry.matrix_shape
+        return torch.eye(rows, columns, dtype=like.dtype, device=like.device).expand(len(like), -1, -1)
 
     def _split_taps(self, matrix: Tensor) -> Tensor:
         """``(g, rows, taps * c)`` to ``(g, *reach, rows, c)``."""

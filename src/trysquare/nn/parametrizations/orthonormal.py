@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -38,6 +39,15 @@ class OrthonormalMatrix(Parametrization):
     def build(self, *free: Tensor) -> Tensor:
         """The orthonormal matrix."""
         return self._orthogonalizer.apply(free[0]).contiguous()
+
+    @property
+    def alike(self) -> Hashable:
+        """Shape and orthogonalizer."""
+        return type(self), self.shape, self.orthogonalizer
+
+    def build_together(self, *free: Tensor) -> Tensor:
+        """The matrices, orthonormalised in one batch."""
+        return self.build(*free)
 
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
         """The same orthonormal matrix from a well conditioned one."""

@@ -11,6 +11,7 @@ an orthogonal layer exists at all. Elsewhere it is 1-Lipschitz, for every number
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from math import prod
 from typing import Any, ClassVar
 
@@ -65,6 +66,15 @@ class RKO(Parametrization):
         taps = matrix.unflatten(-1, (*self.geometry.kernel_size, self.geometry.group_in))
         kernel = taps.movedim(-1, 2).flatten(0, 1)
         return (kernel if self.scale == 1 else self.scale * kernel).contiguous()
+
+    @property
+    def alike(self) -> Hashable:
+        """Geometry and orthogonalizer: layers that have these in common are groups of one larger layer."""
+        return type(self), self.geometry, self.orthogonalizer
+
+    def build_together(self, *free: Tensor) -> Tensor:
+        """The kernels, built as groups of one."""
+        return self.build(free[0].flatten(0, 1)).unflatten(0, (len(free[0]), -1))
 
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
         """The same matrix from a well conditioned one."""

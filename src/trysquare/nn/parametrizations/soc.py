@@ -154,6 +154,11 @@ class SOC(Composed):
         c = self.geometry.inner_channels
         return ((self.geometry.groups, c, c, *self.skew_size),)
 
+    @property
+    def alike(self) -> None:
+        """Nothing: layers may apply the terms one by one, and never ask for the weight."""
+        return None
+
     def draw_inner(self) -> list[Tensor]:
         """Normal entries of the size that makes the norm about 2."""
         (shape,) = self.inner_shapes

@@ -1,0 +1,284 @@
+"""All weights of a model built as one job: ``with ts.built(model)``.
+
+Without a block every use of a weight builds it anew, and every backward pass crosses its construction. Inside of one
+
+* weights are built once: those of layers that are alike in one batch, when the block is entered, and all others (of
+  Fourier layers, whose weight depends on the image, and of methods that do not batch) at their first use;
+* the graph of a forward pass ends at the built weights, where the gradients of all backward passes gather;
+* leaving the block takes the sums from there to the free tensors, once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from trysquare import torch_internals
+from trysquare.nn.linalg.precision import at_least_float32, protected
+from trysquare.nn.parametrizations.base import Caching, Parametrization, WeightCache, plainly_laid_out, state_of
+
+__all__ = ["built"]
+
+# On a processor large layers keep both cores busy one by one, and a batch of them only moves memory.
+_LARGEST_IN_A_BATCH = 128
+
+
+@contextmanager
+def built(model: nn.Module) -> Iterator[None]:
+    """Build the weights of all layers of a model once, for all passes in this context.
+
+    Weights and gradients are what they are without it, to rounding. Leaving the context adds the gradients to those of
+    the free tensors, so clip and step after it, and call ``zero_grad`` before it. If an exception leaves it, the
+    gradients that gathered are dropped. A context for a model within another one for it does nothing of its own.
+
+    A loss may be differentiated after the context too; its gradients then go to the free tensors directly, and build
+    the weight again. So do gradients of free tensors that ``torch.autograd.grad`` asks for, and those with
+    ``create_graph=True``, unless torch.distributed is initialised or the free tensors have hooks, which a pass without
+    a gradient would call: then they raise.
+
+    Compiled parts of a model build their weights in their own graph, as they do without a context.
+
+    Args:
+        model: any module that holds layers of this library.
+
+    Raises:
+        TypeError: if ``model`` is no module.
+        RuntimeError: if a free tensor is changed in place within the context, at its next use or at the exit.
+
+    >>> model = nn.Sequential(OrthoConv2d(3, 8, 3), ts.MaxMin(), nn.Flatten(), OrthoLinear(8 * 64, 10))
+    >>> images, labels = torch.randn(8, 3, 8, 8), torch.arange(8)
+    >>> with ts.built(model):
+    ...     for part, classes in zip(images.chunk(4), labels.chunk(4)):
+    ...         nn.functional.cross_entropy(model(part), classes).backward()
+    >>> model[0].free_tensors[0].grad is not None
+    True
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    block = _Block(model)
+    try:
+        yield
+        block.close()
+        block.deliver()
+    finally:
+        block.close()
+        block.forget()
+
+
+class _Block:
+    """The weights that one ``with ts.built(model)`` hands out.
+
+    Args:
+        model: the module that holds the layers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.lock = RLock()
+        self.open = True
+        self.anchor = torch.zeros((), requires_grad=True)  # makes autograd record what reaches no free tensor
+        self.weights: dict[tuple[WeightCache, Any], _Weight] = {}
+        self.parts = [part for part in model.modules() if isinstance(part, Caching) and part.block is None]
+        for alike in _alike([part for part in self.parts if isinstance(part, Parametrization)]):
+            frees = [list(part.slots.values()) for part in alike]
+            wanted = _wanted(frees[0])
+            with _as_for_training(wanted):
+                made = _built_together(alike, frees)
+            for part, free, exact in zip(alike, frees, made, strict=True):
+                if wanted:
+                    self.weights[part.cache, None] = _Weight(self, exact, free, partial(part.built, free))
+                else:
+                    part.cache.store(exact, part.slots, part.slots)
+        for each in self.parts:
+            each.block = self
+
+    def weight(
+        self, build: Callable[[], Tensor], cache: WeightCache, slots: dict[str, Any], names: Sequence[str], key: Any
+    ) -> Tensor:
+        """Return a weight: the one of this block if somebody may want its gradient, otherwise that of the cache."""
+        free = [slots[name] for name in names]
+        with self.lock:
+            weight = self.weights.get((cache, key))
+            if weight is None:
+                if not _wanted(free):
+                    return cache.get(build, slots, names, key)
+                if torch_internals.transforms_are_active():
+                    return build()
+                # Inside of a checkpoint the hooks would keep this graph for a pass in which it is not built again.
+                with _as_for_training(True), saved_tensors_hooks(_same, _same):
+                    weight = self.weights[cache, key] = _Weight(self, build(), free, build)
+            weight.check()
+            return weight.handed if torch.is_grad_enabled() else weight.exact.detach()
+
+    def close(self) -> None:
+        """Hand out no more."""
+        with self.lock:
+            self.open = False
+            for part in self.parts:
+                if part.block is self:
+                    part.block = None
+
+    def deliver(self) -> None:
+        """Take the gradients that gathered to the free tensors."""
+        for weight in self.weights.values():
+            weight.check()
+        met = [(weight, weight.gathered) for weight in self.weights.values() if weight.gathered is not None]
+        inputs = {id(tensor): tensor for weight, _ in met for tensor in weight.free if tensor.requires_grad}
+        if met:
+            # Only to the free tensors of these: of a batch, others would get zeros where they have None.
+            grads = [grad.to(weight.exact.dtype) for weight, grad in met]
+            torch.autograd.backward([weight.exact for weight, _ in met], grads, inputs=list(inputs.values()))
+
+    def forget(self) -> None:
+        """Let go of the weights: passes that were not differentiated hold on to what hands them out."""
+        for weight in self.weights.values():
+            del weight.exact, weight.handed
+        self.weights.clear()
+
+
+class _Weight:
+    """A weight of an open block.
+
+    Args:
+        block: which hands it out.
+        exact: the weight, with the graph of its construction.
+        free: what it was built from.
+        build: builds it again.
+    """
+
+    def __init__(self, block: _Block, exact: Tensor, free: Sequence[Tensor], build: Callable[[], Tensor]) -> None:
+        self.block, self.exact, self.free, self.build = block, exact, free, build
+        self.states = [state_of(tensor) for tensor in free]
+        self.gathered: Tensor | None = None
+        # A pass runs the hooks of all leaves that it reaches, also without a gradient: those of users, and DDP's.
+        hooked = any(tensor._backward_hooks for tensor in free)
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.reached = [] if hooked or distributed else list(free)
+        self.handed: Tensor = _HandOut.apply(self, block.anchor, *self.reached)
+
+    def check(self) -> None:
+        """Refuse to go on if a free tensor was changed since the weight was built.
+
+        Raises:
+            RuntimeError: if one was.
+        """
+        if any(state_of(tensor) != state for tensor, state in zip(self.free, self.states, strict=True)):
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.free)
+            raise RuntimeError(
+                f"a free tensor (of shape {shapes}) was changed in place inside of `with ts.built(model)`, so that "
+                "the weight that was built from it is out of date: step the optimizer, clip and initialise outside of "
+                "the block"
+            )
+
+    def gradients(self, grad: Tensor | None, leaves: Sequence[Any]) -> tuple[Tensor | None, ...]:
+        """Gather a gradient, or return those of the free tensors where they are wanted at once.
+
+        Args:
+            grad: of the weight.
+            leaves: of ``reached``, the nodes of autograd where their gradients would arrive; ``None`` for frozen ones.
+        """
+        if grad is None:
+            return (None,) * len(leaves)
+        differentiated = torch.is_grad_enabled()
+        with self.block.lock:
+            if self.block.open and not differentiated and not _asked_for(leaves):
+                wide = grad.float() if grad.element_size() < 4 else grad  # the sum of many
+                self.gathered = wide if self.gathered is None else self.gathered + wide
+                return (None,) * len(leaves)
+        if not self.reached:
+            raise RuntimeError(
+                "a gradient with create_graph=True, or after the end of `with ts.built(model)`, cannot reach the free "
+                "tensors, because torch.distributed is initialised or they have hooks: compute it without the block"
+            )
+        self.check()
+        wanted = [tensor for tensor, leaf in zip(self.reached, leaves, strict=True) if leaf is not None]
+        with torch.enable_grad():
+            exact = self.build()
+        found = iter(torch.autograd.grad(exact, wanted, grad, create_graph=differentiated, allow_unused=True))
+        return tuple(None if leaf is None else next(found) for leaf in leaves)
+
+
+def _asked_for(leaves: Sequence[Any]) -> bool:
+    """Whether ``torch.autograd.grad`` wants the gradient of one of these leaves in the pass that runs."""
+    try:
+        for leaf in leaves:
+            if leaf is not None:
+                torch_internals.will_run(leaf)
+    except RuntimeError:  # torch answers for leaves in `backward` only
+        return True
+    return False
+
+
+class _HandOut(torch.autograd.Function):
+    """The built weight as the start of the graphs of all passes."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: _Weight, anchor: Tensor, *free: Tensor) -> Tensor:
+        ctx.weight = weight
+        ctx.set_materialize_grads(False)
+        return weight.exact.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.weight.gradients(grad, [node for node, _ in ctx.next_functions[1:]])
+
+
+def _alike(parts: Sequence[Parametrization]) -> list[list[Parametrization]]:
+    """Return those parametrizations that are built at once, with those of one batch side by side."""
+    groups: defaultdict[Any, list[Parametrization]] = defaultdict(list)
+    for part in parts:
+        free = list(part.slots.values())
+        if part.alike is None or not free or any(type(tensor) is not nn.Parameter for tensor in free):
+            continue
+        if not _wanted(free) and part.cache.fresh():
+            continue
+        large = free[0].device.type == "cpu" and max(min(t.shape[-2:]) for t in free) > _LARGEST_IN_A_BATCH
+        tensors = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in free)
+        groups[id(part) if large else part.alike, _wanted(free), part.like.dtype, tensors].append(part)
+    return list(groups.values())
+
+
+def _built_together(alike: Sequence[Parametrization], frees: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+    """Return the weights of parametrizations, in the dtype of their layers."""
+    first = alike[0]
+    if len(alike) == 1:
+        return [first.built(frees[0])]
+    stacked: list[Tensor] = [_Stack.apply(*each) for each in zip(*frees, strict=True)]
+    exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in stacked]
+    together = protected(first.build_together, exact).to(first.like.dtype)
+    return [plainly_laid_out(weight) for weight in together.unbind()]
+
+
+class _Stack(torch.autograd.Function):
+    """``torch.stack``, with a gradient that is taken apart in one call, and parts that leaves keep without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        return torch.stack(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad.contiguous().unbind()
+
+
+def _wanted(free: Sequence[Tensor]) -> bool:
+    """Whether somebody may want the gradients of free tensors of what runs now."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in free)
+
+
+@contextmanager
+def _as_for_training(grad: bool) -> Iterator[None]:
+    # Not an inference tensor even in inference mode: a later pass of the block may want gradients.
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
