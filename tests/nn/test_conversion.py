@@ -228,6 +228,28 @@ def test_what_is_not_lipschitz_is_named_with_its_line(name):
     assert "CANNOT BE CONVERTED" in str(table)
 
 
+def test_arguments_besides_the_input_are_not_dropped():
+    class Up(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.ConvTranspose2d(4, 4, 2, stride=2)
+
+        def forward(self, x):
+            return self.up(x, output_size=(13, 13))
+
+    with pytest.raises(ValueError, match="called with more than its input"):
+        ts.from_torch(Up(), (4, 6, 6))
+
+
+def test_reparametrized_layers_are_replaced_as_what_they_are():
+    norm = nn.utils.parametrizations.spectral_norm
+    plain = nn.Sequential(norm(nn.Conv2d(3, 4, 3)), nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 1)))
+    model = ts.from_torch(plain, (3, 6, 6), init="pretrained")
+    assert [type(layer).__mro__[1] for layer in model.children()] == [ts.OrthoConv2d] * 2
+    left, _, right = torch.linalg.svd(plain[1].weight.detach().flatten(1), full_matrices=False)
+    torch.testing.assert_close(model.get_submodule("1").weight.detach().flatten(1), left @ right, atol=1e-4, rtol=0)
+
+
 def test_modules_without_a_counterpart_are_refused_or_kept():
     model = nn.Sequential(nn.Conv1d(8, 8, 1), nn.LocalResponseNorm(2), nn.Linear(6, 4))
     with pytest.raises(ValueError, match="LocalResponseNorm at '1': no 1-Lipschitz counterpart"):

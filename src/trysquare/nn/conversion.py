@@ -284,6 +284,8 @@ class _Converter:
         new, why = counterpart(self._request(node, module), self.keep)
         if new is None:
             return _kind(module), why
+        if len(node.args) + len(node.kwargs) > 1:
+            raise NotConvertibleError("it is called with more than its input")
         why += self._tied(path, module) + self._projected(node, module, _last(new))
         self._put(node, new)
         return _kind(_last(new)), why
