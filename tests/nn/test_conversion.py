@@ -209,6 +209,11 @@ REFUSED = {
     "clamp": (lambda m, x: torch.clamp(x, min=x.detach().flip(1)), "depend on the input"),
     "clamp that copies": (lambda m, x: torch.clamp(x[:, :1], min=torch.zeros(1, 4, 1, 1)), "copies"),
     "maximum that copies": (lambda m, x: torch.maximum(x[:, :1], torch.zeros(1, 4, 1, 1)), "copies"),
+    "a mask": (lambda m, x: x * (x > 0), "jumps"),
+    "a cast": (lambda m, x: x + x.long().float(), "jumps"),
+    "another cast": (lambda m, x: x + x.to(torch.int32).to(x.dtype), "jumps"),
+    "indices": (lambda m, x: x[:, :1] + x.max(1, keepdim=True)[1].float(), "jumps"),
+    "an attribute": (lambda m, x: x - x.data, "attribute 'data'"),
     "an argument": (lambda m, x: F.interpolate(x, scale_factor=2, mode="bilinear", antialias=True), "antialias"),
     "the weight": (lambda m, x: F.conv2d(x, x[:1].mean((2, 3), keepdim=True)), "depends on the input"),
     "rounding": (lambda m, x: torch.round(x), "round"),
@@ -291,6 +296,7 @@ def test_code_may_ask_for_sizes():
         if h % 2 == 0 and x.numel() is not None:
             x = x.view(b, c * h, w)
         first, *_ = x.chunk(2, 1)
+        assert x.max(1).values.shape[1] == x.mT.shape[1]
         return first.reshape(b, -1) + x.new_zeros(x.shape[0], 1)
 
     model = ts.from_torch(as_model(forward), (4, 6, 6))

@@ -207,8 +207,7 @@ class _Converter:
             return False
         found = value_of(node, self.model)
         values = found if isinstance(found, tuple | list) else (found,)
-        real = any(isinstance(value, Tensor) and value.is_floating_point() for value in values)
-        return real and bool(self._from_input(node))
+        return any(isinstance(value, Tensor) for value in values) and bool(self._from_input(node))
 
     def _from_input(self, node: fx.Node) -> list[fx.Node]:
         """The arguments that depend on the input."""
@@ -317,8 +316,10 @@ class _Converter:
         return ""
 
     def _convert_call(self, node: fx.Node) -> tuple[str, str]:
-        name = _name(node)
+        name, value = _name(node), self._value(node)
         self._refuse_unused(node, _written(node).endswith("_"))
+        if isinstance(value, Tensor) and not value.is_floating_point():
+            raise NotConvertibleError("its result jumps: what depends on it is not Lipschitz")
         if name in _FUNCTIONS:
             kind, names = _FUNCTIONS[name]
             other = [key for key, value in node.kwargs.items() if value and key not in (*names.split(), *_IGNORED)]
@@ -447,9 +448,7 @@ class _Converter:
         return "getitem", ""
 
     def _call_getattr(self, node: fx.Node) -> tuple[str, str]:
-        if node.args[1] not in ("T", "mT"):
-            raise NotConvertibleError(f"the attribute {node.args[1]!r} of a tensor")
-        return "getattr", ""
+        raise NotConvertibleError(f"the attribute {node.args[1]!r} of a tensor")
 
     def _call_pad(self, node: fx.Node) -> tuple[str, str]:
         found = _arguments(node, "pad mode value", self.model)

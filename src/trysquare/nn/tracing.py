@@ -71,6 +71,22 @@ class _Proxy(fx.Proxy):
         return self.dim()
 
     @property
+    def T(self) -> Any:  # noqa: N802
+        return self.permute(*reversed(range(self.dim())))
+
+    @property
+    def mT(self) -> Any:  # noqa: N802
+        return self.transpose(-2, -1)
+
+    @property
+    def values(self) -> Any:
+        return operator.getitem(self, 0)  # of what sort, max and the like return
+
+    @property
+    def indices(self) -> Any:
+        return operator.getitem(self, 1)
+
+    @property
     def dtype(self) -> Any:
         return self._value.dtype
 
