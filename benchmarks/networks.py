@@ -26,7 +26,6 @@ class OurPadding(nn.Conv2d):
     """Torch's convolution with circular padding as in our layers, which keep no padded map for backward."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Convolve."""
         if self.padding_mode == "zeros":
             return super().forward(input)
         pads = self._reversed_padding_repeated_twice
@@ -54,7 +53,6 @@ def ours(method: str, **options: object) -> Make:
 
 
 def fourier(method: str) -> Make:
-    """Return our convolution in the Fourier domain."""
 
     def make(channels: int, outputs: int, kernel_size: int, stride: int, groups: int) -> nn.Module:
         return ts.FourierOrthoConv2d(channels, outputs, kernel_size, stride, groups=groups, method=method)

@@ -14,7 +14,10 @@ from typing import TypeVar
 
 import torch
 import torch._subclasses.fake_tensor
+from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.modules import module as _module
+from torch.utils import _pytree
 
 # Whether a transform of ``torch.func`` is active: these need autograd functions to be applied torch's general way, and
 # tensors under them have no version counters to watch. There is no public question for that.
@@ -32,6 +35,9 @@ unwrap = torch._C._functorch.get_unwrapped
 # The level of ``torch.autograd.forward_ad.dual_level``, -1 outside of all: there is a public way to enter, none to ask.
 forward_mode_level: partial[int] = partial(attrgetter("_current_level"), forward_ad)
 
+# What ``make_fx`` records with, or ``None``: a graph of it is run for other values than those seen.
+graph_recorder: partial[object] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
+
 # Whether backward will compute the gradient of a node: ``needs_input_grad`` is about the graph, not about this pass.
 will_run = torch._C._will_engine_execute_node
 
@@ -47,8 +53,14 @@ set_precision_of = torch._C._set_fp32_precision_setter  # type: ignore[attr-defi
 # public way to them (``torch.export``) loses the modules.
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 
+# A tensor that shares the version counter of another one, so that writes to it are noticed without keeping it alive.
+make_subclass = torch.Tensor._make_subclass
+
 # An assertion that an accelerator checks without stalling the host.
 assert_on_device = torch._assert_async
+# Tensors inside of lists, dictionaries and named tuples. There is no public module for them.
+tree_leaves = _pytree.tree_leaves
+tree_map = _pytree.tree_map
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -61,3 +73,30 @@ def constant_when_traced(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+Hooks = list[Callable[..., object]]
+
+
+def hooks_of(module: nn.Module) -> tuple[Hooks, Hooks]:
+    """Return what runs before and after the forward pass of a module, hooks of all modules included.
+
+    Torch has public ways to add and to remove hooks, and none to see them.
+    """
+    before = (*_module._global_forward_pre_hooks.values(), *module._forward_pre_hooks.values())
+    after = (*module._forward_hooks.values(), *_module._global_forward_hooks.values())
+    return list(before), list(after)
+
+
+def goes_to_aot_autograd() -> bool:
+    """Whether the graph that ``torch.compile`` traces now goes to AOTAutograd, by the name or kind of its backend."""
+    from torch._dynamo.backends.common import AotAutograd
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        backend: object = InstructionTranslator.current_tx().output.compiler_fn
+    except (AttributeError, LookupError):  # torch.export, whose graphs have no gradients
+        return True
+    given = getattr(getattr(backend, "_torchdynamo_orig_backend", backend), "compiler_fn", backend)
+    name = getattr(backend, "__name__", "")
+    return isinstance(given, AotAutograd) or name.startswith("aot") or name in ("inductor", "cudagraphs", "openxla")

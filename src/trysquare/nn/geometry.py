@@ -22,14 +22,21 @@ from functools import cached_property
 from itertools import chain, zip_longest
 from math import gcd, prod
 from operator import index
+from typing import Any
 
+from trysquare.naming import shown
+
+Size = int | Sequence[int]
 Sizes = tuple[int, ...]
 Pads = tuple[tuple[int, int], ...]
 PADDING_MODES = ("circular", "zeros")
 
 
+_LARGEST = 2**31  # of a size; no layer of this library is that large, and tensors cannot be much larger
+
+
 def per_axis(name: str, value: int | Sequence[int], dims: int, least: int = 1) -> Sizes:
-    """``value`` as ``dims`` integers, each at least ``least``; an integer stands for all axes.
+    """Return ``value`` as ``dims`` integers, each at least ``least``; an integer stands for all axes.
 
     >>> per_axis("stride", 2, 3)
     (2, 2, 2)
@@ -37,18 +44,19 @@ def per_axis(name: str, value: int | Sequence[int], dims: int, least: int = 1) -
     values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * dims
     try:
         sizes = () if any(isinstance(v, bool) for v in values) else tuple(map(index, values))
-    except TypeError:
+    except (TypeError, RuntimeError):  # torch's error for tensors without a value
         sizes = ()
     if len(sizes) != dims:
         several = f" or {dims} integers, one per axis" if dims > 1 else ""
-        raise ValueError(f"{name}={value!r} must be an integer{several}")
-    if min(sizes) < least:
-        raise ValueError(f"{name}={value!r} must be at least {least}{' on every axis' if dims > 1 else ''}")
+        raise ValueError(f"{name}={shown(value)} must be an integer{several}")
+    if min(sizes) < least or max(sizes) > _LARGEST:
+        limits = f"at least {least}" if min(sizes) < least else f"at most {_LARGEST}"
+        raise ValueError(f"{name}={shown(value)} must be {limits}{' on every axis' if dims > 1 else ''}")
     return sizes
 
 
 def per_axis_each(dims: int, **values: int | Sequence[int]) -> tuple[Sizes, ...]:
-    """Each of the named values as ``dims`` integers, at least 1, in the order given.
+    """Return each of the named values as ``dims`` integers, at least 1, in the order given.
 
     >>> from trysquare.nn.geometry import per_axis_each
     >>> per_axis_each(2, kernel_size=3, stride=(1, 2))
@@ -58,20 +66,35 @@ def per_axis_each(dims: int, **values: int | Sequence[int]) -> tuple[Sizes, ...]
 
 
 def positive(name: str, value: int) -> int:
-    """``value`` as an integer, if it is a positive one."""
+    """Return ``value`` as an integer, if it is a positive one."""
     (size,) = per_axis(name, value, 1)
     return size
 
 
 def number(name: str, value: float) -> float:
-    """``value`` as a number.
+    """Return ``value`` as a number.
 
     Raises:
         TypeError: if it is something else.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, not {type(value).__name__}")
-    return float(value)
+    try:
+        if not isinstance(value, bool | str | bytes):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # torch's error for tensors without one value
+        pass
+    raise TypeError(f"{name}={shown(value)} must be a number that a float can hold")
+
+
+def flag(name: str, value: Any) -> bool:
+    """``value`` as a truth value; ``None``, 0 and 1 are ones, as for torch.
+
+    Raises:
+        TypeError: if it is something else, of which truth would be an accident.
+    """
+    plain = value.item() if type(value).__module__ == "numpy" and hasattr(value, "item") else value
+    if plain is None or isinstance(plain, bool) or (isinstance(plain, int) and plain in (0, 1)):
+        return bool(plain)
+    raise TypeError(f"{name} must be True or False, not {type(value).__name__}")
 
 
 def check_groups(groups: int, **channels: int) -> None:
@@ -92,7 +115,7 @@ def check_groups(groups: int, **channels: int) -> None:
 
 
 def window_overlap(kernel_size: Sizes, stride: Sizes, dilation: Sizes) -> int:
-    """Largest number of windows that read the same input.
+    """Return the largest number of windows that read the same input.
 
     >>> from trysquare.nn.geometry import window_overlap
     >>> window_overlap((3, 3), (2, 1), (1, 1))
@@ -101,13 +124,38 @@ def window_overlap(kernel_size: Sizes, stride: Sizes, dilation: Sizes) -> int:
     return prod(-(-k * gcd(s, d) // s) for k, s, d in zip(kernel_size, stride, dilation, strict=True))
 
 
+def extent(kernel_size: Sequence[int], dilation: Sequence[int]) -> Sizes:
+    """Return the positions from the first tap to the last, both included, on each axis.
+
+    >>> from trysquare.nn.geometry import extent
+    >>> extent((3, 1), (2, 2))
+    (5, 1)
+    """
+    return tuple(d * (k - 1) + 1 for k, d in zip(kernel_size, dilation, strict=True))
+
+
+def check_padding_mode(mode: str) -> None:
+    """Refuse boundaries under which a convolution amplifies more than its kernel.
+
+    Raises:
+        ValueError: if ``mode`` is not one of ``PADDING_MODES``.
+    """
+    if mode in ("reflect", "replicate"):
+        raise ValueError(
+            f"padding_mode={shown(mode)} repeats pixels, which amplifies them: no kernel makes it 1-Lipschitz; use "
+            "'circular' (orthogonal) or 'zeros' (1-Lipschitz)"
+        )
+    if mode not in PADDING_MODES:
+        raise ValueError(f"padding_mode={shown(mode)} must be one of {', '.join(map(repr, PADDING_MODES))}")
+
+
 def flat_pads(pads: Pads) -> list[int]:
-    """Torch's order: last axis first, left before right."""
+    """Return padding in torch's order: last axis first, left before right."""
     return [amount for pad in reversed(pads) for amount in pad]
 
 
 def same_pads(extent: Sizes, stride: Sizes) -> Pads:
-    """Padding that makes outputs of size ``input / stride``, for windows that extend over so many positions.
+    """Return the padding that makes outputs of size ``input / stride``, for windows of such an extent.
 
     Without a stride the right side has the odd position, as in torch. With one both sides are alike, so that torch has
     an argument for it; together they are what is missing, or one more.
@@ -192,7 +240,7 @@ class ConvGeometry:
 
     @property
     def _in_name(self) -> str:
-        """What the user calls the input channels: a transposed layer reads the outputs of its convolution."""
+        """The user's name for the input channels: a transposed layer reads the outputs of its convolution."""
         return "out_channels" if self.transposed else "in_channels"
 
     @property
@@ -233,7 +281,7 @@ class ConvGeometry:
     @cached_property
     def extent(self) -> Sizes:
         """Positions from the first tap to the last, both included, on each axis."""
-        return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel_size, self.dilation, strict=True))
+        return extent(self.kernel_size, self.dilation)
 
     @cached_property
     def _full_reach(self) -> Sizes:
@@ -307,7 +355,7 @@ class ConvGeometry:
         return (self.out_channels, self.group_in, *self.kernel_size)
 
     def pads(self, padding: str | int | Sequence[int], mode: str) -> Pads:
-        """Left and right padding of every axis, checked against ``mode``.
+        """Return the left and right padding of every axis, checked against ``mode``.
 
         Args:
             padding: ``"same"``, ``"valid"``, or torch's integers.
@@ -320,13 +368,7 @@ class ConvGeometry:
         >>> ConvGeometry(4, 4, (3, 2), (1, 1), (1, 1)).pads("same", "circular")
         ((1, 1), (0, 1))
         """
-        if mode not in PADDING_MODES:
-            raise ValueError(
-                f"padding_mode={mode!r} repeats pixels, which amplifies them: no kernel makes it 1-Lipschitz; use "
-                "'circular' (orthogonal) or 'zeros' (1-Lipschitz)"
-                if mode in ("reflect", "replicate")
-                else f"padding_mode={mode!r} must be one of {', '.join(map(repr, PADDING_MODES))}"
-            )
+        check_padding_mode(mode)
         same = isinstance(padding, str) and padding == "same"
         pads = same_pads(self.extent, self.stride) if same else self._given_pads(padding)
         if mode == "circular":
@@ -337,7 +379,7 @@ class ConvGeometry:
         if isinstance(padding, str):
             if padding == "valid":
                 return ((0, 0),) * self.dims
-            raise ValueError(f"padding={padding!r} must be 'same', 'valid', an integer or {self.dims} integers")
+            raise ValueError(f"padding={shown(padding)} must be 'same', 'valid', an integer or {self.dims} integers")
         return tuple((pad, pad) for pad in per_axis("padding", padding, self.dims, least=0))
 
     def check_circular(self, pads: Pads) -> None:

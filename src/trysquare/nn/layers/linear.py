@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import positive
+from trysquare.nn.geometry import flag, positive
 from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.linalg.operator import LinearOperator
 from trysquare.nn.parametrizations import OrthonormalMatrix
-from trysquare.nn.parametrizations.base import ParametrizedWeight, check_dtype, factory_of
+from trysquare.nn.parametrizations.base import Device, ParametrizedWeight, check_dtype, factory_of
 
 __all__ = ["OrthoLinear"]
 
@@ -57,19 +58,18 @@ class OrthoLinear(ParametrizedLinear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         *,
         orthogonalizer: str = "cholesky",
     ) -> None:
         in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
         check_dtype(dtype)
-        super().__init__(in_features, out_features, bias, device, dtype)
+        super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
         self.orthogonalizer = orthogonalizer
         self._parametrize_weight(
             OrthonormalMatrix((out_features, in_features), orthogonalizer, **factory_of(self.weight))
         )
 
     def extra_repr(self) -> str:
-        """Sizes and orthogonalizer."""
         return f"{nn.Linear.extra_repr(self)}, orthogonalizer={self.orthogonalizer}"

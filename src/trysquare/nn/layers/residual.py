@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import number
+from trysquare.nn.geometry import flag, number
 from trysquare.nn.layers.pooling import EuclideanNorm
 from trysquare.nn.linalg.precision import at_least_float32
+from trysquare.nn.parametrizations.base import Device
 
 __all__ = ["ConcatResidual", "ConvexResidual", "L2Residual", "LearnableResidual"]
 
@@ -64,13 +64,13 @@ class LearnableResidual(_Residual):
         shortcut: nn.Module | None = None,
         scale: float = 1.0,
         learnable_skip: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(branch, shortcut)
-        self.scale = nn.Parameter(torch.tensor(float(scale), device=device, dtype=dtype))
+        self.scale = nn.Parameter(torch.tensor(number("scale", scale), device=device, dtype=dtype))
         one = torch.ones((), device=device, dtype=dtype)
-        if learnable_skip:
+        if flag("learnable_skip", learnable_skip):
             self.skip_scale = nn.Parameter(one)
         else:
             self.register_buffer("skip_scale", one, persistent=False)
@@ -114,8 +114,8 @@ class ConvexResidual(_Residual):
         branch: nn.Module,
         shortcut: nn.Module | None = None,
         weight: float = 0.5,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(branch, shortcut)
         if not 0 < number("weight", weight) < 1:
@@ -176,12 +176,12 @@ class L2Residual(_Residual):
         branch: nn.Module,
         shortcut: nn.Module | None = None,
         angle: float = math.pi / 4,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(branch, shortcut)
         self.norm = EuclideanNorm(1)
-        self.angle = nn.Parameter(torch.tensor(float(angle), device=device, dtype=dtype))
+        self.angle = nn.Parameter(torch.tensor(number("angle", angle), device=device, dtype=dtype))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Norm of skip and branch, entry by entry."""

@@ -67,6 +67,8 @@ def on_rows(rows_only: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
                 f"{rows_only.__name__} takes float32, float64 and their complex kinds, got {matrix.dtype}: "
                 "orthonormalise matrix.float(), then round"
             )
+        if not matrix.numel():
+            return matrix.clone()
         if matrix.shape[-2] > matrix.shape[-1]:
             return rows_only(matrix.mH).mH.resolve_conj()
         return rows_only(matrix)
@@ -86,9 +88,8 @@ def within(domain: str) -> Callable[[Callable[[Tensor], Tensor]], Callable[[Tens
             with full_precision(matrix):
                 basis = method(matrix)
                 with torch.no_grad():
-                    gram = torch.matmul(basis, basis.mH)
-                    gram.diagonal(dim1=-2, dim2=-1).sub_(1)
-                    missed = torch.linalg.matrix_norm(gram) / basis.shape[-2] ** 0.5
+                    eye = torch.eye(basis.shape[-2], dtype=basis.dtype, device=basis.device)
+                    missed = torch.linalg.matrix_norm(torch.matmul(basis, basis.mH) - eye) / basis.shape[-2] ** 0.5
                     missed = unwrapped(missed).amax()
                     fine = missed < 32 * torch.finfo(basis.dtype).eps
             if not host_can_look(missed):

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trysquare.nn.geometry import ConvGeometry
+from trysquare.nn.geometry import ConvGeometry, flag
 from trysquare.nn.geometry import positive as positive_integer
 from trysquare.nn.linalg.kernels import CONV, adjoint, compose
 from trysquare.nn.linalg.orthonormal import random_orthonormal
@@ -81,7 +81,7 @@ class AOL(Parametrization):
     ) -> None:
         super().__init__(**factory)
         self.geometry, self.orthogonalizer = geometry, orthogonalizer_name
-        self.steps, self.q = positive_integer("steps", steps), bool(q)
+        self.steps, self.q = positive_integer("steps", steps), flag("q", q)
         self._period = tuple(s // gcd(s, d) for s, d in zip(geometry.stride, geometry.dilation, strict=True))
 
     @property

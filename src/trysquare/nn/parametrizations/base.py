@@ -9,10 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from ctypes import c_char
 from functools import cache
+from itertools import count
 from math import prod
-from typing import Any, ClassVar, Protocol, Self, cast
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, ClassVar, Protocol, Self, TypedDict, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +26,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from trysquare import torch_internals
 from trysquare.nn.geometry import Sizes, positive
 from trysquare.nn.linalg.operator import checked_weight
-from trysquare.nn.linalg.precision import as_autocast, at_least_float32, full_precision, protected
+from trysquare.nn.linalg.precision import (
+    as_autocast,
+    at_least_float32,
+    full_precision,
+    host_can_look,
+    is_traced,
+    protected,
+)
 from trysquare.nn.parametrizations.assignment import free_tensors_for
 from trysquare.nn.parametrizations.projection import nearest_free_tensors
 
@@ -146,52 +156,67 @@ class Caching(nn.Module):
         return self.__dict__ | {"block": None}  # a copy, or a pickled one, is not in the block
 
 
-# The last weights that were returned; somebody may hold on to one while others are built.
-_WATCHED = 4
-
-
 @cache
 def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # it serves later passes too
         return torch.empty(0, dtype=dtype, device=device)
 
 
+# Weights that somebody may hold on to while others are built: those of forward passes, and those that were asked for.
+_BUILT, _READ = 4, 64
+
+
 class WriteGuard:
     """Notices writes into a weight that was returned, which have no effect because the next one is built anew.
 
-    It does not keep the weight alive: a tensor without memory shares its version counter.
+    Torch counts writes to a tensor and its views; a tensor without memory shares the counter, and keeps nothing alive.
+    It does not count writes through ``.data`` or NumPy, nor in inference mode. So the weight that was asked for last
+    is kept, with a checksum, until the next use, if that is on the CPU: ``layer.weight.data.normal_()`` is noticed,
+    and only such writes to one that was asked for earlier are not.
     """
 
-    def __init__(self) -> None:
-        self._watched: deque[tuple[Tensor, int]] = deque(maxlen=_WATCHED)
+    _last: tuple[Tensor, tuple[Any, ...]] | None
+
+    def __init__(self, written: bool = False) -> None:
+        self.forget()
+        self._written = written
+        self.inside = False  # of a forward pass, which asks for a weight and writes nothing into it
 
     def watch(self, weight: Tensor) -> None:
         """Notice writes to ``weight`` from now on."""
-        if type(weight) is Tensor and not weight.is_inference() and not torch_internals.transforms_are_active():
-            counter = torch.Tensor._make_subclass(Tensor, weight)
+        if type(weight) is not Tensor or is_traced() or torch_internals.transforms_are_active():
+            return
+        if not weight.is_inference():
+            counter = torch_internals.make_subclass(Tensor, weight)
             counter.data = _empty(weight.dtype, weight.device)
-            self._watched.append((counter, weight._version))
+            (self._built if self.inside else self._read).append((counter, weight._version))
+        if not self.inside and host_can_look(weight):
+            self._last = weight, _fingerprint(weight)
 
     def forget(self) -> None:
         """Forget the weights that were returned so far."""
-        self._watched.clear()
+        self._written = False
+        self._built: deque[tuple[Tensor, int]] = deque(maxlen=_BUILT)
+        self._read: deque[tuple[Tensor, int]] = deque(maxlen=_READ)
+        self._last = None
 
-    def check(self) -> None:
-        """Refuse to go on, once, if somebody has written into a weight.
-
-        Raises:
-            RuntimeError: if somebody has.
-        """
-        if any(counter._version != seen for counter, seen in self._watched):
-            self.forget()
-            raise RuntimeError(
-                "layer.weight was written to in place (by nn.init, copy_ or the like), which has no effect: it is "
-                "built from the layer's free tensors at every use. Assign it (layer.weight = tensor, an orthogonal "
-                "one), draw new ones (layer.reset_parameters()), or write to layer.free_tensors"
-            )
+    def found(self) -> bool:
+        """Whether somebody has written into a weight since the last call of ``forget``."""
+        if self._last is not None:
+            (weight, seen), self._last = self._last, None
+            self._written = self._written or _fingerprint(weight) != seen
+        for counters in (self._built, self._read):
+            self._written = self._written or any(counter._version != seen for counter, seen in counters)
+        return self._written
 
     def __reduce__(self) -> Any:
-        return WriteGuard, ()
+        return WriteGuard, (self.found(),)  # a copy is built from the same free tensors, and must not lose the message
+
+
+def _fingerprint(weight: Tensor) -> tuple[Any, ...]:
+    memory = weight.untyped_storage()  # read without an operation that whoever counts those would see
+    numbers = (c_char * memory.nbytes()).from_address(memory.data_ptr()) if memory.nbytes() else b""
+    return weight.shape, weight.dtype, weight.device, crc32(numbers)
 
 
 # -- the function
@@ -209,8 +234,11 @@ class Parametrization(Caching, ABC):
     them in float32 and rounded once. In eval mode a weight that needs no gradient is built once and
     kept until a free tensor is written to, moved or replaced, an optimizer steps, or the mode
     changes. The exception are writes that torch's version counter does not see: through ``.data``,
-    outside of an optimizer, to a free tensor or to the weight that was returned, and from another
-    process.
+    outside of an optimizer, to a free tensor, and from another process.
+
+    Writes into the weight that was returned raise at the next use. Not noticed are writes through
+    ``.data`` to a weight on an accelerator, or to one after which the weight was read again, and a
+    compiled graph notices nothing.
     """
 
     like: Tensor
@@ -233,8 +261,8 @@ class Parametrization(Caching, ABC):
         self.note = ""  # what the layer's ``repr`` says besides the method and its options
         # The free tensors, as parameters of the module that it is attached to.
         self.slots: dict[str, nn.Parameter] = {}
-        self._writes = WriteGuard()
-        _alive.add(self)
+        self.writes = WriteGuard()
+        self._enlist()
 
     @classmethod
     def full_kernel_size(cls, kernel_size: Sizes, stride: Sizes, dilation: Sizes, **options: Any) -> Sizes:
@@ -317,11 +345,29 @@ class Parametrization(Caching, ABC):
             RuntimeError: if somebody has written into the one that was returned before.
         """
         if torch.compiler.is_compiling():
-            return self.built(free)
-        self._writes.check()
+            wanted = self.training or torch.is_grad_enabled()
+            if not self.slots or torch.compiler.is_exporting() or (wanted and any(t.requires_grad for t in free)):
+                return self.built(free)
+            return kept_weight(list(free), self.number, list(self.weight_shape), self.like.dtype)
+        self.refuse_writes()
         weight = self._from_cache(lambda: self.built(free), free, self.cache)
-        self._writes.watch(weight)
+        self.writes.watch(weight)
         return weight
+
+    def refuse_writes(self) -> None:
+        """Refuse to go on, once, if somebody has written into a weight that was returned.
+
+        Raises:
+            RuntimeError: if somebody has.
+        """
+        if self.writes.found():
+            self.writes.forget()
+            self.forget()  # the weight in the cache may be what was written to
+            raise RuntimeError(
+                "layer.weight was written to in place (by nn.init, copy_, .data or the like), which has no effect: it "
+                "is built from the layer's free tensors at every use. Assign it (layer.weight = tensor, an orthogonal "
+                "one), draw new ones (layer.reset_parameters()), or write to layer.free_tensors"
+            )
 
     # -- building
 
@@ -357,7 +403,11 @@ class Parametrization(Caching, ABC):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
-        _alive.add(self)  # a deep copy, or a pickled one
+        self._enlist()  # a deep copy, or a pickled one
+
+    def _enlist(self) -> None:
+        self.number = next(_numbers)
+        _alive[self.number] = self
 
     # -- attaching, initial values and assignment
 
@@ -371,7 +421,7 @@ class Parametrization(Caching, ABC):
     @torch.no_grad()
     def redraw(self, free: Sequence[Tensor]) -> None:
         """Write fresh values into the free tensors."""
-        self._writes.forget()
+        self.writes.forget()
         for tensor, fresh in zip(free, self.draw(), strict=True):
             tensor.copy_(fresh)
 
@@ -379,7 +429,7 @@ class Parametrization(Caching, ABC):
         """Set the free tensors to those whose weight is nearest to ``weight``; see ``ParametrizedWeight.project_``."""
         free = list(self.slots.values())
         nearest, distance = nearest_free_tensors(weight, self, [tensor.detach() for tensor in free], starts, steps)
-        self._writes.forget()
+        self.writes.forget()
         with torch.no_grad():
             for tensor, new in zip(free, nearest, strict=True):
                 tensor.copy_(new)
@@ -410,6 +460,23 @@ def plainly_laid_out(weight: Tensor) -> Tensor:
     return weight
 
 
+@torch.library.custom_op("trysquare::kept_weight", mutates_args=())
+def kept_weight(free: list[Tensor], number: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+    """Return a copy of the weight that a parametrization keeps, as one call in a compiled graph.
+
+    Without it, compiled evaluations would build each weight in every pass. It is a copy because a compiler may write
+    into what a call has returned.
+    """
+    part = _alive[number]
+    with torch.no_grad():
+        return part(*part.slots.values()).clone()
+
+
+@kept_weight.register_fake
+def _(free: list[Tensor], number: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+    return free[0].new_empty(shape, dtype=dtype)
+
+
 # -- reconditioning: degenerate free tensors are replaced by others that give the same weight
 #
 # Torch calls a hook after every step of every optimizer in the process. That happens at the same time on all ranks of a
@@ -418,7 +485,8 @@ def plainly_laid_out(weight: Tensor) -> Tensor:
 # Steps of an optimizer between two looks at the condition of the free tensors.
 RECONDITION_EVERY = 64
 
-_alive: WeakSet[Parametrization] = WeakSet()
+_alive: WeakValueDictionary[int, Parametrization] = WeakValueDictionary()
+_numbers = count()
 _steps_of: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 # Steps of all optimizers of the process, and the last of them that each tensor was in, by ``id``: some optimizers
 # change parameters without raising their version counters (fused ones, and those that write through ``.data``). An
@@ -434,7 +502,7 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
     _stepped.update(dict.fromkeys(trained, _step))
     steps = _steps_of[optimizer] = _steps_of.get(optimizer, 0) + 1
     if steps % RECONDITION_EVERY == 0:
-        for parametrization in list(_alive):
+        for parametrization in list(_alive.values()):
             parametrization.recondition(trained)
 
 
@@ -484,17 +552,24 @@ class ParametrizedWeight(nn.Module):
     bias: Any
     weight: Any
     _cache: Any
+    _writes: Any
     parametrizations: Any
 
     def _parametrize_weight(self, parametrization: Parametrization) -> None:
         parametrization.attach(self, "weight")
-        self._cache = parametrization.cache
+        self._cache, self._writes = parametrization.cache, parametrization.writes
 
     def _current_weight(self) -> Tensor:
-        """``self.weight``, without torch's detour over the parametrization where the cache has it."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self._cache.fresh():
+        """``self.weight`` for a pass, without torch's detour over the parametrization where the cache has it."""
+        if torch.compiler.is_compiling():
             return self.weight
-        return self._cache.weight if self._is_as_made() else self.weight
+        if not torch.is_grad_enabled() and not self._writes.found() and self._cache.fresh() and self._is_as_made():
+            return self._cache.weight
+        self._writes.inside = True
+        try:
+            return self.weight
+        finally:
+            self._writes.inside = False
 
     def _is_as_made(self) -> bool:
         """Whether the weight is ours: nobody has taken our parametrization off, or added another one after it."""
@@ -618,7 +693,7 @@ def copy_weights(plain: nn.Module, weight: Tensor, bias: Tensor | None, training
     return plain.train(training)
 
 
-def check_dtype(dtype: Any) -> None:
+def check_dtype(dtype: object) -> None:
     """Refuse what a weight cannot have.
 
     Raises:
@@ -628,6 +703,17 @@ def check_dtype(dtype: Any) -> None:
         raise ValueError(f"dtype={dtype} must be a real floating point type")
 
 
-def factory_of(weight: Tensor) -> dict[str, Any]:
+Device = torch.device | str | int | None
+"""What torch takes for a device."""
+
+
+class Factory(TypedDict):
+    """Keyword arguments of everything that makes tensors."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def factory_of(weight: Tensor) -> Factory:
     """``device`` and ``dtype`` of a tensor, as keyword arguments."""
     return {"device": weight.device, "dtype": weight.dtype}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trysquare.naming import shown
+from trysquare.nn.geometry import flag, per_axis
 from trysquare.nn.linalg.precision import autocast_dtype
 from trysquare.verify.lipschitz import ours as ours  # registers the rules of our blocks
 from trysquare.verify.lipschitz.blocks import constant_factor
@@ -28,6 +29,7 @@ from trysquare.verify.lipschitz.shadow import (
     class_name,
     input_like,
     refuse_unreadable,
+    require_module,
     same_numbers,
     unchanged,
 )
@@ -159,8 +161,8 @@ def analyse(model: nn.Module, input_shape: InputShape, *, batch: int = BATCH, co
     >>> found.head_weight.shape, round(found.features_bound, 4)
     (torch.Size([3, 6]), 1.0)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}: put a function in a module")
+    require_module(model)
+    (batch,), compare = per_axis("batch", batch, 1, least=2), flag("compare", compare)
     shapes = checked_shapes(input_shape)
     refuse_unreadable(model)
     like = input_like(model)
@@ -281,8 +283,8 @@ def _checked_shape(shape: Any, given: Any) -> Shape:
     sizes = tuple(shape) if isinstance(shape, list | tuple) else ()
     if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
         raise ValueError(
-            f"input_shape={given!r} must be positive integers, one input without the batch, or a list or dictionary of "
-            "such shapes"
+            f"input_shape={shown(given)} must be positive integers, one input without the batch, or a list or "
+            "dictionary of such shapes"
         )
     if math.prod(sizes) > _LARGEST_INPUT:
         raise ValueError(

@@ -894,6 +894,7 @@ def input_like(model: nn.Module) -> Tensor:
 
     Free tensors of our layers may be longer than the weight that is made of them, so they are asked last.
     """
+    require_module(model)
     weights = (_own_weight(module) for module in model.modules())
     others = (t for t in (*model.parameters(), *model.buffers()))
     floats = (t for group in (weights, others) for t in group if t is not None and t.is_floating_point())
@@ -910,14 +911,26 @@ def require_dense(name: str, tensor: Tensor) -> None:
     """Refuse a tensor whose numbers are not there to be read.
 
     Raises:
-        ValueError: if it is on the meta device, sparse, nested or in a layout of its own.
+        ValueError: if it is on the meta device, sparse, nested, quantized or in a layout or a format of its own.
     """
     if tensor.is_nested:
         raise ValueError(f"{name}: found a nested tensor, which has no shape; stack its parts, or pad them")
     if tensor.layout != torch.strided:
         raise ValueError(f"{name}: found a tensor of layout {tensor.layout}; give a dense one, {name}.to_dense()")
+    if tensor.is_quantized or (tensor.is_floating_point() and tensor.element_size() < 2):
+        raise ValueError(f"{name}: found {tensor.dtype}, which nothing is computed in; convert it, {name}.float()")
     if tensor.is_meta:
         raise ValueError(f"{name}: found a tensor on the meta device, which holds no numbers; give one that does")
+
+
+def require_module(model: Any) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        TypeError: naming what it is.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}: put a function in a module")
 
 
 def require_plain_module(model: Any) -> None:
@@ -927,8 +940,7 @@ def require_plain_module(model: Any) -> None:
         TypeError: if it is no module, or a part of it is a program of TorchScript.
         ValueError: if its weights are on the meta device.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}: put a function in a module")
+    require_module(model)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             where = f"{name!r} of the model" if name else "the model"
