@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
+import torch._subclasses.fake_tensor
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _module
@@ -47,6 +48,10 @@ jit_trace = torch._C._get_tracing_state
 # (``torch.backends.cuda.matmul.fp32_precision``) cover only some of the backends and operations.
 precision_of = torch._C._get_fp32_precision_getter  # type: ignore[attr-defined]
 set_precision_of = torch._C._set_fp32_precision_setter  # type: ignore[attr-defined]
+
+# Tensors without numbers that modules with real parameters take, so that a model can be traced with its sizes. The
+# public way to them (``torch.export``) loses the modules.
+FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 
 # A tensor that shares the version counter of another one, so that writes to it are noticed without keeping it alive.
 make_subclass = torch.Tensor._make_subclass

@@ -44,6 +44,20 @@ class UnitRows(Parametrization):
         """Unit rows: gradients are orthogonal to the rows, which otherwise only ever grow."""
         return [unit_rows(free[0])]
 
+    @property
+    def solves(self) -> bool:
+        """The weight is its own free matrix."""
+        return True
+
+    def refuse_unreachable(self, weight: Tensor) -> None:
+        """Refuse rows whose norm is not 1."""
+        norms = weight.norm(dim=1)
+        if bool(((norms - 1).abs() > 0.01).any()):
+            raise ValueError(
+                f"the rows of this matrix have norms from {float(norms.min()):.3g} to {float(norms.max()):.3g}, and "
+                "would have to have norm 1. layer.project_(weight) sets the nearest weight that the layer can have"
+            )
+
     def solve(self, weight: Tensor) -> list[Tensor]:
         """The weight itself."""
         return [weight]

@@ -34,6 +34,7 @@ from trysquare.nn.linalg.orthonormal import random_orthonormal
 from trysquare.nn.linalg.precision import is_reduced
 from trysquare.nn.linalg.rescaling import positive, scaled_to_one
 from trysquare.nn.parametrizations.base import Parametrization
+from trysquare.nn.parametrizations.projection import refuse_kernel
 
 # Noise of a fresh kernel relative to its orthonormal taps: breaks the ties at which |x| has no gradient.
 _NOISE = 0.02
@@ -155,6 +156,10 @@ class AOL(Parametrization):
         count = prod(self._period)
         masks = torch.arange(count, device=kernel.device).view(-1, *(1,) * index.ndim) == index
         return masks.to(kernel.dtype)
+
+    def refuse_unreachable(self, weight: Tensor) -> None:
+        """Refuse a kernel that amplifies."""
+        refuse_kernel(weight, self.geometry, contraction=True)
 
     def solve(self, weight: Tensor) -> list[Tensor]:
         """The kernel itself: right up to the scale of its channels, from which a search starts."""

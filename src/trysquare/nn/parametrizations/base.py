@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trysquare import torch_internals
-from trysquare.nn.geometry import Sizes
+from trysquare.nn.geometry import Sizes, positive
 from trysquare.nn.linalg.operator import checked_weight
 from trysquare.nn.linalg.precision import (
     as_autocast,
@@ -35,6 +35,7 @@ from trysquare.nn.linalg.precision import (
     protected,
 )
 from trysquare.nn.parametrizations.assignment import free_tensors_for
+from trysquare.nn.parametrizations.projection import nearest_free_tensors
 
 # -- caching: in eval mode a built weight is kept until something that it depends on changes
 
@@ -316,8 +317,21 @@ class Parametrization(Caching, ABC):
         """Return well conditioned free tensors that give the same weight; ``free`` itself if it is well conditioned."""
         return free
 
+    @property
+    def solves(self) -> bool:
+        """Whether ``solve`` finds free tensors for every weight that has some, so that no search is needed."""
+        return False
+
+    def refuse_unreachable(self, weight: Tensor) -> None:
+        """Refuse what can be told at once to be the weight of no free tensors.
+
+        Raises:
+            ValueError: if so, with the numbers that tell.
+        """
+        return
+
     def solve(self, weight: Tensor) -> list[Tensor]:
-        """Return free tensors that give ``weight``, or a guess from which to search for them."""
+        """Return free tensors that give ``weight``, or whose weight is near, from which to search for better ones."""
         return self.guess(weight)
 
     def guess(self, weight: Tensor) -> list[Tensor]:
@@ -410,6 +424,16 @@ class Parametrization(Caching, ABC):
         self.writes.forget()
         for tensor, fresh in zip(free, self.draw(), strict=True):
             tensor.copy_(fresh)
+
+    def project_(self, weight: Tensor, starts: int = 1, steps: int = 100) -> float:
+        """Set the free tensors to those whose weight is nearest to ``weight``; see ``ParametrizedWeight.project_``."""
+        free = list(self.slots.values())
+        nearest, distance = nearest_free_tensors(weight, self, [tensor.detach() for tensor in free], starts, steps)
+        self.writes.forget()
+        with torch.no_grad():
+            for tensor, new in zip(free, nearest, strict=True):
+                tensor.copy_(new)
+        return distance
 
     def right_inverse(self, weight: Tensor) -> Sequence[Tensor]:
         """Return free tensors that give ``weight``; assigning to the layer's weight calls this.
@@ -583,6 +607,38 @@ class ParametrizedWeight(nn.Module):
     def free_tensors(self) -> list[Tensor]:
         """The tensors that an optimizer trains instead of the weight."""
         return [tensor for name, tensor in self.parametrizations["weight"].named_parameters(recurse=False)]
+
+    def project_(self, weight: Tensor, starts: int = 1, steps: int = 100) -> float:
+        """Set the weight to the nearest one that the layer can have, in the Frobenius norm.
+
+        Of matrices that is exactly the polar factor; of kernels, the best that descent on the free tensors finds, which
+        starts from the projectors that lose least (methods without such a start from random tensors). The nearest
+        orthogonal weight does not depend on the scale of ``weight``.
+
+        Args:
+            weight: any tensor or parameter of the shape of the weight, such as that of a pretrained layer of torch.
+            starts: descents, of which the nearest counts; all but the first from random tensors.
+            steps: steps of L-BFGS in each, at most.
+
+        Returns:
+            The distance of the layer's weight from ``weight``, relative to the norm of ``weight``.
+
+        Raises:
+            ValueError: if ``weight`` has another shape, values that are not finite, or none but zeros.
+
+        >>> layer, plain = OrthoLinear(6, 4), nn.Linear(6, 4)
+        >>> distance = layer.project_(plain.weight)
+        >>> left, _, right = torch.linalg.svd(plain.weight.detach(), full_matrices=False)
+        >>> bool(torch.allclose(layer.weight, left @ right, atol=1e-5))
+        True
+        """
+        return self.parametrization.project_(weight, positive("starts", starts), positive("steps", steps))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign a parameter to a parametrized weight as any tensor; torch would register a second one."""
+        if isinstance(value, nn.Parameter) and parametrize.is_parametrized(self, name):
+            value = value.detach()
+        super().__setattr__(name, value)
 
     def reset_parameters(self) -> None:
         """Draw new free tensors and a new bias (uniform, as torch does)."""
