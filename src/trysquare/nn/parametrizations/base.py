@@ -186,6 +186,8 @@ class WriteGuard:
         """Notice writes to ``weight`` from now on."""
         if type(weight) is not Tensor or is_traced() or torch_internals.transforms_are_active():
             return
+        if torch_internals.jit_trace() is not None:  # which takes what is kept from pass to pass for a constant
+            return
         if not weight.is_inference():
             counter = torch_internals.make_subclass(Tensor, weight)
             counter.data = _empty(weight.dtype, weight.device)
