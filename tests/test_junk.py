@@ -86,6 +86,12 @@ class _Fails(nn.Module):
         raise KeyError("a model may raise anything")
 
 
+def nested_tensor():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them a prototype, once in each process
+        return torch.nested.nested_tensor([torch.rand(2), torch.rand(3)])
+
+
 NETWORK = nn.Sequential(nn.Flatten(), nn.Linear(16, 4))
 X, Y = torch.rand(3, 1, 4, 4), torch.tensor([0, 1, 2])
 SCALARS = {
@@ -105,7 +111,7 @@ TENSORS_OF_ALL_KINDS = {
     "meta integer": torch.zeros((), device="meta", dtype=torch.int64), "meta": torch.zeros(3, 1, 4, 4, device="meta"),
     "sparse": torch.rand(2, 3).to_sparse(), "uint16": torch.zeros(2, dtype=torch.uint16),
     "float8": torch.zeros(2, 2).to(torch.float8_e4m3fn), "parameter": nn.Parameter(torch.rand(3, 3)),
-    "nested": lambda: torch.nested.nested_tensor([torch.rand(2), torch.rand(3)]),
+    "nested": nested_tensor,
 }  # fmt: skip
 MODELS = {
     "linear": nn.Linear(3, 2), "on meta": nn.Linear(3, 2, device="meta"), "nothing": nn.Sequential(),

@@ -186,8 +186,6 @@ class WriteGuard:
         """Notice writes to ``weight`` from now on."""
         if type(weight) is not Tensor or is_traced() or torch_internals.transforms_are_active():
             return
-        if torch_internals.jit_trace() is not None:  # which takes what is kept from pass to pass for a constant
-            return
         if not weight.is_inference():
             counter = torch_internals.make_subclass(Tensor, weight)
             counter.data = _empty(weight.dtype, weight.device)
@@ -351,6 +349,8 @@ class Parametrization(Caching, ABC):
             if not self.slots or torch.compiler.is_exporting() or (wanted and any(t.requires_grad for t in free)):
                 return self.built(free)
             return kept_weight(list(free), self.number, list(self.weight_shape), self.like.dtype)
+        if torch_internals.jit_trace() is not None:  # which takes what is kept from pass to pass for a constant
+            return self.built(free)
         self.refuse_writes()
         weight = self._from_cache(lambda: self.built(free), free, self.cache)
         self.writes.watch(weight)
