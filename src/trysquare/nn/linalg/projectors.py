@@ -100,11 +100,12 @@ def _grown(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """The kernel, channels last; the coordinates of each kernel on the way in its frame; and these kernels, flat."""
     kernel, flats, coordinates = matrix, [], []
+    in_place = not is_traced()  # torch.func.linearize loses what is written into views (torch 2.13)
     for frame, turned, axis in zip(*_frames(basis, shape), axes, strict=True):
         flats.append(_rows_of(kernel))  # (g, taps * n, c)
         coordinates.append(torch.bmm(flats[-1], turned))
         projected = torch.bmm(coordinates[-1], frame).view(kernel.shape)
-        kernel = _spread(kernel, projected, axis + 1)
+        kernel = _spread(kernel, projected, axis + 1, in_place)
     return kernel, coordinates, flats
 
 
@@ -135,12 +136,12 @@ def _frames(basis: Tensor, shape: torch.Size) -> tuple[tuple[Tensor, ...], tuple
     return frames.unbind(), frames.mT.unbind()
 
 
-def _spread(kernel: Tensor, projected: Tensor, dim: int) -> Tensor:
+def _spread(kernel: Tensor, projected: Tensor, dim: int, in_place: bool) -> Tensor:
     """``K N + z (K - K N)``: one more tap along ``dim``."""
     taps = kernel.shape[dim]
     if taps == 1:
         return torch.cat([projected, kernel - projected], dim)
-    if is_traced():  # torch.func.linearize loses what is written into views (torch 2.13)
+    if not in_place:
         apart = [0, 0] * (kernel.ndim - 1 - dim)
         return F.pad(projected, [*apart, 0, 1]) + F.pad(kernel - projected, [*apart, 1, 0])
     grown = torch.cat([projected, kernel.narrow(dim, taps - 1, 1)], dim)

@@ -31,7 +31,6 @@ from trysquare.nn.linalg.precision import (
     at_least_float32,
     full_precision,
     host_can_look,
-    is_traced,
     protected,
 )
 from trysquare.nn.parametrizations.assignment import free_tensors_for
@@ -184,7 +183,7 @@ class WriteGuard:
 
     def watch(self, weight: Tensor) -> None:
         """Notice writes to ``weight`` from now on."""
-        if type(weight) is not Tensor or is_traced() or torch_internals.transforms_are_active():
+        if type(weight) is not Tensor or torch_internals.transforms_are_active() or torch_internals.graph_recorder():
             return
         if not weight.is_inference():
             counter = torch_internals.make_subclass(Tensor, weight)
