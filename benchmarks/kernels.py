@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from contextlib import nullcontext
 from functools import partial
 from statistics import median
 from typing import Any
@@ -31,6 +32,8 @@ SQUARE = ((64, 3), (128, 3), (128, 5), (256, 3), (512, 3))
 KEPT = (64, 128, 256, 512)
 EVALUATED = ((64, 32), (128, 16), (256, 14))
 BATCH = 8
+# Layers that are alike, and their channels.
+TOGETHER = ((8, 16), (8, 32), (6, 64), (6, 128), (10, 256), (4, 512))
 # The number of channels from which backward rebuilds the intermediate kernels.
 WAYS = {"kept": math.inf, "not kept": 0}
 
@@ -45,6 +48,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             for groups in (1, 256)
         },
         "eval": [_evaluated(*shape) for shape in EVALUATED],
+        "together": [_together(*shape) for shape in (TOGETHER[:3] if arguments.quick else TOGETHER)],
+        "accelerator": _on_an_accelerator(),
     }
 
 
@@ -90,6 +95,43 @@ def _evaluated(channels: int, size: int) -> dict[str, Any]:
     return {"shape": [BATCH, channels, size, size], "seconds": seconds}
 
 
+def _weights_and_gradients(layers: nn.ModuleList, together: bool) -> None:
+    with ts.built(layers) if together else nullcontext():
+        for layer in layers:
+            weight = layer.weight
+            torch.autograd.backward(weight, torch.empty_like(weight))
+
+
+def _together(count: int, channels: int) -> dict[str, Any]:
+    """Measure layers that are built one by one, and in a block."""
+    layers = nn.ModuleList(ts.OrthoConv2d(channels, channels, 3, bias=False) for _ in range(count))
+    ways = {way: partial(_weights_and_gradients, layers, way == "together") for way in ("one by one", "together")}
+    seconds = interleaved(ways, 10 if channels > 128 else 30, label=f"{count} kernels of {channels} channels")
+    return {
+        "count": count, "channels": channels, "seconds": seconds,
+        "calls": {way: aten_calls(call) for way, call in ways.items()},
+    }  # fmt: skip
+
+
+def _on_an_accelerator() -> dict[str, Any]:
+    """Count what an accelerator would be given, on the meta device: for one kernel, and for all of ResNet-34."""
+    with torch.device("meta"):
+        whole = ts.models.build("resnet34", (3, 224, 224), 1000)
+        kernels = [module for module in whole.modules() if isinstance(module, ts.OrthoConv2d)]
+        cases = {
+            "a 3x3 kernel of 64 channels": [ts.OrthoConv2d(64, 64, 3)],
+            "8 such kernels": [ts.OrthoConv2d(64, 64, 3) for _ in range(8)],
+            f"the {len(kernels)} kernels of ResNet-34": kernels,
+        }
+        return {
+            name: {
+                way: aten_calls(partial(_weights_and_gradients, nn.ModuleList(layers), way == "together"))
+                for way in ("one by one", "together")
+            }
+            for name, layers in cases.items()
+        }
+
+
 def describe(data: dict[str, Any]) -> list[Part]:
     """Return a table of square kernels, and what else was measured in sentences."""
     rows = []
@@ -107,8 +149,23 @@ def describe(data: dict[str, Any]) -> list[Part]:
     evals = sorted(ratio(entry["seconds"]["trysquare"], entry["seconds"]["nn.Conv2d"]) for entry in data["eval"])
     most = data["kept"][-1]
     kept, rebuilt = (megabytes(most["saved"][way]) for way in WAYS)
+    together = [
+        [
+            f"{entry['count']} of {entry['channels']}", *(str(calls) for calls in entry["calls"].values()),
+            *(milliseconds(median(seconds)) for seconds in entry["seconds"].values()),
+            times(ratio(entry["seconds"]["one by one"], entry["seconds"]["together"])),
+        ]
+        for entry in data["together"]
+    ]  # fmt: skip
+    blind = [[name, *(str(calls) for calls in row.values())] for name, row in data["accelerator"].items()]
     return [
         Table(columns, rows),
+        "All kernels of a model can be built as one job, `with ts.built(model)`; layers that are alike in one batch, "
+        "on a processor up to 128 channels, from where both cores are busy with one kernel:",
+        Table(["3x3 kernels", "calls one by one", "together", "ms one by one", "together", "times as fast"], together),
+        "On an accelerator time goes by calls, and the host looks at no value there. So many calls, none in float64, "
+        "counted on the meta device:",
+        Table(["kernels", "one by one", "together"], blind),
         f"Groups are built as one batch: a kernel takes {one} calls, and one of 256 groups {many}. Building the "
         f"intermediate kernels again takes {times(slower[0])} to {times(slower[-1])} the time of keeping them, and "
         f"saves {rebuilt} MB in place of {kept} MB for {most['channels']} channels. In eval mode the kernel is kept: a "

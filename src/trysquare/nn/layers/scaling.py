@@ -66,7 +66,7 @@ class InputScaling(nn.Module):
 
 def _numbers(name: str, value: float | Sequence[float]) -> list[float]:
     try:
-        values: list[float] = torch.as_tensor(value, dtype=torch.float64).cpu().flatten().tolist()
+        values: list[float] = torch.as_tensor(value, dtype=torch.float64, device="cpu").flatten().tolist()
     except (TypeError, ValueError, RuntimeError, OverflowError):  # torch's errors for what has no numbers
         values = []
     if not values or not all(map(math.isfinite, values)):
