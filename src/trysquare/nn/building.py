@@ -140,6 +140,8 @@ class _Block:
         if self.owners:
             self._exchange()
         for each in self.parts:
+            if isinstance(each.block, Elsewhere):
+                each.block.end(each)
             each.block = self
 
     def _take_over(self) -> None:
@@ -220,21 +222,17 @@ class _Block:
         shared = {self.weights[part.cache, None]: owner for part, owner in self.owners.items()}
         for weight in self.weights.values():
             weight.check()
-        met = [
-            (weight, weight.gathered.to(weight.exact.dtype))
-            for weight in self.weights.values()
-            if weight.gathered is not None and weight not in shared
-        ]
-        inputs = {id(tensor): tensor for weight, _ in met for tensor in weight.free if tensor.requires_grad}
+        met = [weight for weight in self.weights.values() if weight.gathered is not None and weight not in shared]
         if met and self.ranks is not None and not self.shares:
             raise RuntimeError(
-                "ts.built(model, group) was entered without gradients, so that nothing was shared, but backward "
-                "passes ran in it: enter it with gradients enabled"
+                "ts.built(model, group) was entered without gradients, so that nothing was shared, but backward passes "
+                "ran in it: enter it with gradients enabled"
             )
+        inputs = {id(tensor): tensor for weight in met for tensor in weight.free if tensor.requires_grad}
         if met:
             # Only to the free tensors of these: of a batch, others would get zeros where they have None.
-            exact, grads = zip(*met, strict=True)
-            torch.autograd.backward(exact, grads, inputs=list(inputs.values()))
+            grads = [weight.total().to(weight.exact.dtype) for weight in met]
+            torch.autograd.backward([weight.exact for weight in met], grads, inputs=list(inputs.values()))
         if self.ranks is not None and self.shares:
             self._average(self.ranks, shared)
 
@@ -250,15 +248,11 @@ class _Block:
         pairs = [(weight, owner) for weight, owner in shared.items() if next(used)]
 
         sums = ranks.reduce([weight.total() for weight, _ in pairs], [owner for _, owner in pairs])
-        own = [
-            (weight, total.div_(ranks.size).to(weight.exact.dtype))
-            for (weight, owner), total in zip(pairs, sums, strict=True)
-            if owner == ranks.rank
-        ]
+        own = [(w, total) for (w, owner), total in zip(pairs, sums, strict=True) if owner == ranks.rank]
         found: dict[Tensor, Tensor] = {}
         if own:
             targets = {t: s for w, _ in own for t, s in zip(w.free, w.sources, strict=True) if t.requires_grad}
-            exact, grads = zip(*own, strict=True)
+            exact, grads = [w.exact for w, _ in own], [total.div_(ranks.size).to(w.exact.dtype) for w, total in own]
             crossed = torch.autograd.grad(exact, list(targets.values()), grads, materialize_grads=True)
             found = dict(zip(targets, crossed, strict=True))
         if not self.owner_only:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from functools import cache
 from math import prod
+from operator import itemgetter
 from typing import Any, ClassVar, Protocol, Self, cast
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -305,6 +306,7 @@ class Parametrization(Caching, ABC):
         if torch.compiler.is_compiling():
             return self.built(free)
         self._writes.check()
+        free = tuple(gathered(tensor) for tensor in free)
         weight = self._from_cache(lambda: self.built(free), free, self.cache)
         self._writes.watch(weight)
         return weight
@@ -314,7 +316,15 @@ class Parametrization(Caching, ABC):
     def built(self, free: Sequence[Tensor]) -> Tensor:
         """Return the weight in the layer's dtype, built in full precision."""
         exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]
-        return plainly_laid_out(protected(self.build, exact).to(self.like.dtype))
+        return plainly_laid_out(protected(self.build, exact).to(self.dtype_from(free)))
+
+    def dtype_from(self, free: Sequence[Tensor]) -> torch.dtype:
+        """Return the dtype of the weight: the layer's, or that in which ``fully_shard`` has a pass computed.
+
+        That is the only one who gives free tensors in less than float32.
+        """
+        given = free[0].dtype
+        return self.like.dtype if given == at_least_float32(given) else given
 
     # -- caching
 
@@ -325,7 +335,7 @@ class Parametrization(Caching, ABC):
     # -- reconditioning
 
     @torch.no_grad()
-    def recondition(self, trained: set[int]) -> None:
+    def recondition(self, trained: Container[int]) -> None:
         """Replace free tensors that degenerate by others of the same weight, if they are among the ``trained``.
 
         Old and new ones differ by a factor that the weight does not depend on, and so does every mean of them: averages
@@ -406,12 +416,16 @@ _stepped: dict[int, int] = {}
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     global _step
     _step += 1
-    trained = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    trained = {id(tensor): place for place, tensor in enumerate(tensors)}
     _stepped.update(dict.fromkeys(trained, _step))
     steps = _steps_of[optimizer] = _steps_of.get(optimizer, 0) + 1
     if steps % RECONDITION_EVERY == 0:
-        for parametrization in list(_alive):
-            parametrization.recondition(trained)
+        # In the optimizer's order, which is that of all ranks: they gather a sharded tensor together.
+        places = [(min(trained.get(id(t), len(tensors)) for t in p.slots.values()), p) for p in _alive if p.slots]
+        for place, parametrization in sorted(places, key=itemgetter(0)):
+            if place < len(tensors):
+                parametrization.recondition(trained)
 
 
 def state_of(tensor: Tensor) -> tuple[int, int]:
