@@ -114,7 +114,7 @@ class _OrthogonalConvolution(ParametrizedWeight):
         """
         if self._series is None or not self._is_as_made():
             return False
-        return self.parametrization.like.dtype in (torch.float32, torch.float64)
+        return self.parametrization.dtype_from(self._sources()) in (torch.float32, torch.float64)
 
     def _factors(self) -> tuple[Tensor | None, Tensor]:
         """Return SOC's matrix and skew kernel."""

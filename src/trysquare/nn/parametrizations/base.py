@@ -523,6 +523,19 @@ class ParametrizedWeight(nn.Module):
         """The tensors that an optimizer trains instead of the weight."""
         return [tensor for name, tensor in self.parametrizations["weight"].named_parameters(recurse=False)]
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As in torch, but refuse plans of tensor parallelism, which take free tensors for parts of the weight.
+
+        Raises:
+            NotImplementedError: if one comes along.
+        """
+        if name.startswith("parametrizations."):
+            raise NotImplementedError(
+                f"{self._get_name()} cannot be split by a plan of tensor parallelism: every row of its weight depends on "
+                "all of its free tensors; use fully_shard, or ts.built(model, group), which share its construction"
+            )
+        super().register_parameter(name, param)
+
     def reset_parameters(self) -> None:
         """Draw new free tensors and a new bias (uniform, as torch does)."""
         made = parametrize.is_parametrized(self, "weight")
