@@ -8,9 +8,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
-BENCHMARKS := counts kernels compose spectrum overhead scaling
+BENCHMARKS := kernels overhead scaling orthogonalizers forecast
 # These read images: of CIFAR-10 if DATA is its folder, else the digits of the package.
-TRAINED := loading orthogonalizers methods recipe
+TRAINED := methods recipe
 # Examples in docstrings and documents build on each other, so they run one after another.
 EXAMPLES = $(BIN)/python -m pytest --cov --cov-append --cov-report=term:skip-covered src docs README.md
 

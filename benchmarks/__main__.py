@@ -12,24 +12,20 @@ import torch
 from benchmarks import page, peers, results
 from benchmarks.page import QUESTIONS, question
 
-# Options that measure only a part, which must not replace the whole result.
-SELECTIONS = ("networks", "batches", "variants", "only")
-
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser, with one sub-command for each question."""
     top = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
     commands = top.add_subparsers(dest="question", required=True, metavar="QUESTION")
-    for name in QUESTIONS:
-        module = question(name)
-        text = module.__doc__ or ""
+    for name in (*QUESTIONS, "counts"):
+        text = question(name).__doc__ or ""
         style = argparse.RawDescriptionHelpFormatter
         sub = commands.add_parser(name, help=text.splitlines()[0], description=text, formatter_class=style)
         sub.add_argument("--quick", action="store_true", help="measure a few small cases, within two minutes")
         sub.add_argument("--threads", type=int, choices=range(1, (os.cpu_count() or 1) + 1), help="threads of torch")
         sub.add_argument("--out", type=Path, help="file to write; benchmarks/results/[quick/]QUESTION.json")
-        if hasattr(module, "add_arguments"):
-            module.add_arguments(sub)
+        if hasattr(question(name), "add_arguments"):
+            question(name).add_arguments(sub)
     sub = commands.add_parser("page", help="render docs/benchmarks.md from the results")
     sub.add_argument("--results", type=Path, default=results.FOLDER, help="folder of the JSON files")
     sub.add_argument("--page", type=Path, default=page.PAGE, help="file to write; figures go to figures/ next to it")
@@ -53,10 +49,8 @@ def main(line: list[str]) -> None:
 
 def _measure(arguments: argparse.Namespace, line: list[str]) -> Path:
     name = arguments.question
-    path: Path = arguments.out or results.default_path(name, arguments.quick)
-    part = next((option for option in SELECTIONS if getattr(arguments, option, None)), None)
-    if part and not arguments.quick and not arguments.out and path.exists():
-        raise ValueError(f"a part of the measurement (--{part}) would replace the whole of it in {path}: give --out")
+    folder = "." if name in QUESTIONS and not arguments.quick else "quick"  # which is not on the page, nor in git
+    path: Path = arguments.out or results.FOLDER / folder / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not os.access(path.parent, os.W_OK):  # an error now, not after hours
         raise ValueError(f"cannot write {path}")

@@ -1,8 +1,8 @@
 """FLOPs, aten calls, saved and written bytes of building kernels: numbers that do not depend on the machine.
 
-``tests/benchmarks/test_counts.py`` fails if one of them grows; ``--record`` makes the present numbers its limits. FLOPs
-are those of products; factorisations show in the calls and in "written", the bytes of the results of all operations but
-views. "Saved" is what autograd keeps between forward and backward of the weight.
+``tests/benchmarks/test_counts.py`` fails if one of them grows beyond ``counts.json`` next to it; ``--record`` makes the
+present numbers the limits. FLOPs are those of products; factorisations show in the calls and in "written", the bytes of
+the results of all operations but views. "Saved" is what autograd keeps between forward and backward of the weight.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this question."""
     parser.add_argument("--record", action="store_true", help="make these numbers the limit of the tests")
 
 
@@ -84,7 +83,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def describe(data: dict[str, Any]) -> list[Part]:
-    """Return one table."""
     kinds = {"flops": "FLOPs", "calls": "aten calls", "saved": "saved bytes", "written": "written bytes"}
     rows = [[name, *(f"{row[kind]:,}" for kind in kinds)] for name, row in data.items()]
     return [Table(["layer", *kinds.values()], rows)]

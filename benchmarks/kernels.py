@@ -28,7 +28,7 @@ PEER = """\
 Nowhere among these kernels with its default. With its Cholesky, orthogonium is as fast as ours on a matrix that is
 nearly orthonormal, but less exact: see the orthogonalizers below."""
 SQUARE = ((64, 3), (128, 3), (128, 5), (256, 3), (512, 3))
-KEPT = (64, 128, 192, 256, 384, 512)
+KEPT = (64, 128, 256, 512)
 EVALUATED = ((64, 32), (128, 16), (256, 14))
 BATCH = 8
 # The number of channels from which backward rebuilds the intermediate kernels.
@@ -36,12 +36,14 @@ WAYS = {"kept": math.inf, "not kept": 0}
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return samples and counts."""
     square, kept = (SQUARE[:3], KEPT[:2]) if arguments.quick else (SQUARE, KEPT)
     return {
         "square": [_square(*shape) for shape in square],
         "kept": [_kept(channels) for channels in kept],
-        "groups": {str(groups): _grouped_calls(groups) for groups in (1, 256)},
+        "groups": {
+            str(groups): aten_calls(weight_gradient(ts.OrthoConv2d(2 * groups, 2 * groups, 3, groups=groups)))
+            for groups in (1, 256)
+        },
         "eval": [_evaluated(*shape) for shape in EVALUATED],
     }
 
@@ -71,17 +73,12 @@ def _kept(channels: int) -> dict[str, Any]:
     calls = {way: partial(_from_channels, least, build) for way, least in WAYS.items()}
     seconds = interleaved(calls, 15 if channels > 256 else 40)
     saved = {way: saved_bytes(partial(_from_channels, least, lambda: layer.weight)) for way, least in WAYS.items()}
-    default = "kept" if channels < projectors.MANY_CHANNELS else "not kept"
-    return {"channels": channels, "seconds": seconds, "saved": saved, "default": default}
+    return {"channels": channels, "seconds": seconds, "saved": saved}
 
 
 def _from_channels(least: float, call: Call) -> Any:
     with patch.object(projectors, "MANY_CHANNELS", least):
         return call()
-
-
-def _grouped_calls(groups: int) -> int:
-    return aten_calls(weight_gradient(ts.OrthoConv2d(2 * groups, 2 * groups, 3, groups=groups)))
 
 
 def _evaluated(channels: int, size: int) -> dict[str, Any]:
@@ -94,44 +91,32 @@ def _evaluated(channels: int, size: int) -> dict[str, Any]:
 
 
 def describe(data: dict[str, Any]) -> list[Part]:
-    """Return tables of square kernels, of what backward keeps, and of evaluation."""
-    square, kept, evaluated = [], [], []
+    """Return a table of square kernels, and what else was measured in sentences."""
+    rows = []
     for entry in data["square"]:
         ours = entry["rows"]["trysquare"]["seconds"]
         for name, row in entry["rows"].items():
             shape = f"{entry['channels']}, {entry['size']} x {entry['size']}"
             counted = [f"{row['flops'] / entry['channels'] ** 3:.1f}", str(row["calls"]), f"{row['saved']:.2f}"]
-            taken = [milliseconds(median(row["seconds"])), times(ratio(row["seconds"], ours))]
-            square.append([shape, name, *counted, *taken])
-    for entry in data["kept"]:
-        seconds, saved = ([entry[key][way] for way in WAYS] for key in ("seconds", "saved"))
-        cells = [*(milliseconds(median(taken)) for taken in seconds), times(ratio(seconds[1], seconds[0]))]
-        kept.append([f"{entry['channels']}, 3 x 3", *cells, *map(megabytes, saved), entry["default"]])
-    for entry in data["eval"]:
-        ours, plain = (entry["seconds"][name] for name in ("trysquare", "nn.Conv2d"))
-        shape = " x ".join(map(str, entry["shape"]))
-        evaluated.append([shape, *(milliseconds(median(s)) for s in (ours, plain)), f"{ratio(ours, plain):.3f}x"])
-    groups = " and ".join(f"{calls} calls for {g} group(s)" for g, calls in data["groups"].items())
+            rows.append(
+                [shape, name, *counted, milliseconds(median(row["seconds"])), times(ratio(row["seconds"], ours))]
+            )
     columns = ["square kernel", "library", "FLOPs / c³", "aten calls", "saved / weight", "ms", "ratio"]
-    keeping = [
-        "square kernel",
-        "ms, kept",
-        "ms, not kept",
-        "ratio",
-        "saved MB, kept",
-        "saved MB, not kept",
-        "the layer",
-    ]
+    one, many = data["groups"].values()
+    slower = sorted(ratio(entry["seconds"]["not kept"], entry["seconds"]["kept"]) for entry in data["kept"])
+    evals = sorted(ratio(entry["seconds"]["trysquare"], entry["seconds"]["nn.Conv2d"]) for entry in data["eval"])
+    most = data["kept"][-1]
+    kept, rebuilt = (megabytes(most["saved"][way]) for way in WAYS)
     return [
-        Table(columns, square, "Kernel and its gradient"),
-        f"Groups are built as one batch: {groups} of 2 channels.",
-        Table(keeping, kept, "Intermediate kernels, kept for backward or not"),
-        Table(["images", "trysquare ms", "nn.Conv2d ms", "ratio"], evaluated, "One layer in eval mode"),
+        Table(columns, rows),
+        f"Groups are built as one batch: a kernel takes {one} calls, and one of 256 groups {many}. Building the "
+        f"intermediate kernels again takes {times(slower[0])} to {times(slower[-1])} the time of keeping them, and "
+        f"saves {rebuilt} MB in place of {kept} MB for {most['channels']} channels. In eval mode the kernel is kept: a "
+        f"layer takes {evals[0]:.3f} to {evals[-1]:.3f} times as long as `nn.Conv2d`.",
     ]
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """Draw the times of square kernels."""
     series: dict[str, dict[str, float]] = {}
     for entry in data["square"]:
         for name, row in entry["rows"].items():

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.results import system_field
+from benchmarks.results import memory_gigabytes, system_field
 
 Call = Callable[[], Any]
 Samples = dict[str, list[float]]
@@ -51,17 +51,12 @@ def interleaved(
     for number in range(rounds + 1):
         for name in order:
             if sum(times[name]) < patience or name in always:
-                seconds = _seconds(calls[name])
+                start = time.perf_counter()
+                calls[name]()
                 if number:  # the first turn builds what is kept, and allocates
-                    times[name].append(seconds)
+                    times[name].append(time.perf_counter() - start)
         shuffle(order)
     return times
-
-
-def _seconds(call: Call) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def ratio(samples: Sequence[float], reference: Sequence[float]) -> float:
@@ -91,18 +86,20 @@ class _Counter(TorchDispatchMode):
         return result
 
 
-def aten_calls(call: Call) -> int:
-    """Return the number of operations that torch dispatches."""
+def _counted(call: Call) -> _Counter:
     with _Counter() as counter:
         call()
-    return counter.calls
+    return counter
+
+
+def aten_calls(call: Call) -> int:
+    """Return the number of operations that torch dispatches."""
+    return _counted(call).calls
 
 
 def written_bytes(call: Call) -> int:
     """Return the bytes of the results of all these operations but views."""
-    with _Counter() as counter:
-        call()
-    return counter.written
+    return _counted(call).written
 
 
 def saved_bytes(forward: Call) -> int:
@@ -174,24 +171,23 @@ def peak_bytes() -> int:
 
 
 @contextmanager
-def limited_memory(gigabytes: float) -> Iterator[None]:
+def limited_memory(gigabytes: float | None = None) -> Iterator[None]:
     """Let allocations of this process fail beyond that much, before the system kills somebody for it.
+
+    Args:
+        gigabytes: 70 % of the memory of the machine unless given.
 
     Raises:
         MemoryError: if they do.
     """
+    gigabytes = round(0.7 * memory_gigabytes(), 1) if gigabytes is None else gigabytes
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (int(gigabytes * 1e9), before[1]))
     try:
         yield
     except Exception as error:
-        if not _out_of_memory(error):
+        if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
             raise
         raise MemoryError(f"needs more than {gigabytes:g} GB of memory") from error
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """Whether torch, or Python, could not allocate."""
-    return isinstance(error, MemoryError) or "allocate memory" in str(error)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -23,7 +24,7 @@ from benchmarks import peers
 from benchmarks.measure import Call, interleaved, ratio, saved_bytes, weight_gradient
 from benchmarks.networks import REFERENCE, evaluation, exchange, fourier, odd, ours, plain
 from benchmarks.peers import Make
-from benchmarks.report import CERTIFIED, Figure, Part, Plot, Table, accuracy_table, failures, milliseconds, times
+from benchmarks.report import CERTIFIED, Figure, Part, Plot, Table, failures, milliseconds, times
 from benchmarks.training import Task, trained
 from trysquare.nn.linalg.fourier import RESPONSES
 
@@ -35,6 +36,7 @@ against 3.1 % at 255/255), though with lower accuracy (43.0 % against 47.2 %) an
 the same margin of the loss asks such a network for larger radii. A step of the layer costs more with its AOL, and its
 AOC is behind ours in cost and in accuracy."""
 CHANNELS, SIZE, BATCH = 32, 16, 8
+SHAPE = f"{BATCH} x {CHANNELS} x {SIZE} x {SIZE}"
 
 
 def behind(block: Callable[..., nn.Module]) -> Make:
@@ -72,20 +74,18 @@ def methods() -> dict[str, Make]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this question."""
     parser.add_argument("--data", help="folder of CIFAR-10; the digits of the package without it")
     parser.add_argument("--budget", type=float, help="seconds of training with each method; 600 (--quick: 3)")
-    parser.add_argument("--only", nargs="+", choices=methods(), metavar="NAME", help="; ".join(methods()))
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return costs at stride 1 and 2, and the end of each training run."""
-    chosen = {name: methods()[name] for name in peers.that_run(arguments.only or methods())}
+    """Return the cost of each layer, and the end of each training run."""
+    chosen = {name: methods()[name] for name in peers.that_run(methods())}
     task = Task(arguments.data, batch=128, test_images=200 if arguments.quick else None)
     task.test()  # a folder without images is an error now
     budget = arguments.budget or (3.0 if arguments.quick else 600.0)
     return {
-        "costs": [_costs(chosen, stride, 3 if arguments.quick else 7) for stride in (1, 2)],
+        "costs": [_costs(chosen, 3 if arguments.quick else 7)],
         "accuracy": {
             "data": task.name,
             "budget": budget,
@@ -101,27 +101,17 @@ def _builds_one(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Conv2d) and layer.weight.grad_fn is not None
 
 
-def _costs(chosen: dict[str, Make], stride: int, rounds: int) -> dict[str, Any]:
-    layers: dict[str, nn.Module] = {}
-    errors = {}
-    for name, make in {REFERENCE: plain, **chosen}.items():
-        try:
-            layers[name] = make(CHANNELS, CHANNELS * stride, 3, stride, 1).train()
-        except ValueError as error:
-            errors[name] = {"error": str(error)}
+def _costs(chosen: dict[str, Make], rounds: int) -> dict[str, Any]:
+    layers = {name: make(CHANNELS, CHANNELS, 3, 1, 1).train() for name, make in {REFERENCE: plain, **chosen}.items()}
     x = torch.randn(BATCH, CHANNELS, SIZE, SIZE, requires_grad=True)
     builds = {name: weight_gradient(layer, SIZE) for name, layer in layers.items() if _builds_one(layer)}
-    steps: dict[str, Call] = {
-        name: lambda layer=layer: layer(x).sum().backward()  # type: ignore[misc]
-        for name, layer in layers.items()
-    }
-    seconds = {"build": interleaved(builds, rounds, label=f"weights, stride {stride}")}
-    seconds["step"] = interleaved(steps, rounds, label=f"steps, stride {stride}")
-    saved = {name: saved_bytes(lambda layer=layer: layer(x)) for name, layer in layers.items()}
+    forwards: dict[str, Call] = {name: partial(layer, x) for name, layer in layers.items()}
+    steps: dict[str, Call] = {name: lambda call=call: call().sum().backward() for name, call in forwards.items()}  # type: ignore[misc]
+    seconds = {"build": interleaved(builds, rounds, label="weights"), "step": interleaved(steps, rounds, label="steps")}
+    saved = {name: saved_bytes(call) for name, call in forwards.items()}
     evaluations = {name: evaluation(layer, x) for name, layer in layers.items()}
-    seconds["eval"] = interleaved(evaluations, 3 * rounds, label=f"evaluations, stride {stride}")
-    title = f"{BATCH} x {CHANNELS} x {SIZE} x {SIZE}, to {CHANNELS * stride} channels, 3 x 3, stride {stride}"
-    return {"title": title, "stride": stride, "seconds": seconds, "saved": saved, "errors": errors}
+    seconds["eval"] = interleaved(evaluations, 3 * rounds, label="evaluations")
+    return {"seconds": seconds, "saved": saved}
 
 
 def _trained(name: str, make: Make, task: Task, budget: float) -> dict[str, Any]:
@@ -132,41 +122,42 @@ def _trained(name: str, make: Make, task: Task, budget: float) -> dict[str, Any]
     return trained(network, task, name, seconds=budget)
 
 
-def _cost_table(entry: dict[str, Any]) -> Table:
-    """Return the cost of building, and the others as multiples of the reference."""
-    base = {kind: entry["seconds"][kind][REFERENCE] for kind in ("step", "eval")}
-    saved, seconds = entry["saved"], entry["seconds"]
-    rows = [
-        [
-            name,
-            milliseconds(median(seconds["build"][name])) if name in seconds["build"] else "",
-            milliseconds(median(seconds["step"][name])),
-            *(times(ratio(seconds[kind][name], base[kind])) for kind in base),
-            times(saved[name] / saved[REFERENCE]),
-        ]
-        for name in saved
-    ]
-    columns = ["layer", "build ms", "step ms", "step", "evaluation", "saved"]
-    return Table(columns, rows, f"{entry['title']}; the last three columns are multiples of {REFERENCE}")
-
-
 def describe(data: dict[str, Any]) -> list[Part]:
-    """Return the accuracies, then the costs."""
-    accuracy = data["accuracy"]
-    title = f"{NETWORK} on {accuracy['data']}, {accuracy['budget']:g} s of training each"
-    parts: list[Part] = [accuracy_table("method", title, accuracy["rows"]), *failures(accuracy["rows"])]
-    for entry in data["costs"]:
-        parts += [_cost_table(entry), *failures(entry["errors"])]
-    return parts
+    accuracy, seconds, saved = data["accuracy"], data["costs"][0]["seconds"], data["costs"][0]["saved"]
+    rows = []
+    for name, row in accuracy["rows"].items():
+        cost = [milliseconds(median(seconds["build"][name])) if name in seconds["build"] else ""]
+        cost += [times(ratio(seconds[kind][name], seconds[kind][REFERENCE])) for kind in ("step", "eval")]
+        cost += [times(saved[name] / saved[REFERENCE])]
+        if "error" not in row:
+            shares = (row["accuracy"], row["certified"][0], row["certified"][-1])
+            cost += [*(f"{share:.1%}" for share in shares), str(row["steps"]), f"{row['lipschitz']:.4f}"]
+        rows.append([name, *cost, *[""] * (9 - len(cost))])
+    columns = [
+        "method",
+        "build ms",
+        "step",
+        "evaluation",
+        "saved",
+        "accuracy",
+        CERTIFIED,
+        "at 255/255",
+        "steps",
+        "Lipschitz",
+    ]
+    title = (
+        f"Cost of a layer ({SHAPE}) as a multiple of {REFERENCE}; {NETWORK} on {accuracy['data']} after "
+        f"{accuracy['budget']:g} s of training"
+    )
+    return [Table(columns, rows, title), *failures(accuracy["rows"])]
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """Draw accuracy, and the cost of a training step at stride 1."""
     rows = {name: row for name, row in data["accuracy"]["rows"].items() if "error" not in row}
     shares = {
         "accuracy": {name: 100 * row["accuracy"] for name, row in rows.items()},
         CERTIFIED: {name: 100 * row["certified"][0] for name, row in rows.items()},
     }
     steps = data["costs"][0]["seconds"]["step"]
-    cost = {"training step": {name: ratio(steps[name], steps[REFERENCE]) for name in rows if name in steps}}
+    cost = {"training step": {name: ratio(steps[name], steps[REFERENCE]) for name in rows}}
     return Figure(Plot(shares, "% of the test images"), Plot(cost, f"step, times {REFERENCE}", log="x", reference=1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,6 @@ class OurPadding(nn.Conv2d):
     """Torch's convolution with circular padding as in our layers, which keep no padded map for backward."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Convolve."""
         if self.padding_mode == "zeros":
             return super().forward(input)
         pads = self._reversed_padding_repeated_twice
@@ -54,7 +53,6 @@ def ours(method: str, **options: object) -> Make:
 
 
 def fourier(method: str) -> Make:
-    """Return our convolution in the Fourier domain."""
 
     def make(channels: int, outputs: int, kernel_size: int, stride: int, groups: int) -> nn.Module:
         return ts.FourierOrthoConv2d(channels, outputs, kernel_size, stride, groups=groups, method=method)
@@ -129,6 +127,17 @@ NETWORKS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
+def billion() -> nn.Module:
+    """Return a residual network of 10⁹ parameters: layers of 3x3 and 1x1, three stages of 512 to 2,048 channels."""
+    layers: list[nn.Module] = [nn.PixelUnshuffle(4)]
+    for before, width, depth in ((48, 512, 8), (512, 1024, 40), (1024, 2048, 13)):
+        layers += [nn.Conv2d(before, width, 3, 1 if before == 48 else 2), ts.MaxMin()]
+        for _ in range(depth):
+            branch = nn.Sequential(nn.Conv2d(width, width, 3), ts.MaxMin(), nn.Conv2d(width, width, 1))
+            layers += [ts.LearnableResidual(branch), ts.MaxMin()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
+
+
 def exchange(
     model: nn.Module, convolution: Make | None = None, linear: Callable[[int, int], nn.Module] | None = None
 ) -> nn.Module:
@@ -155,9 +164,9 @@ def images(batch: int, size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(batch, 3, size, size), torch.randint(10, (batch,))
 
 
-def train_step(model: nn.Module, x: Tensor, labels: Tensor) -> Callable[[], None]:
+def train_step(model: nn.Module, x: Tensor, labels: Tensor, **options: Any) -> Callable[[], None]:
     """Return a call of forward, backward and a step of SGD, whose rate is too small to change what is measured."""
-    optimizer = torch.optim.SGD(model.train().parameters(), lr=1e-6)
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=1e-6, **options)
 
     def step() -> None:
         optimizer.zero_grad()

@@ -18,9 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from statistics import median
@@ -29,28 +27,16 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import peers
-from benchmarks.measure import (
-    ChildError,
-    Samples,
-    in_child,
-    interleaved,
-    limited_memory,
-    peak_bytes,
-    ratio,
-    saved_bytes,
-)
-from benchmarks.networks import NETWORKS, PADDED, REFERENCE, VARIANTS, build, evaluation, images, train_step
-from benchmarks.report import Figure, Part, Plot, Table, failures, megabytes, milliseconds, times
-from benchmarks.results import usable_gigabytes
+from benchmarks.measure import ChildError, in_child, interleaved, limited_memory, peak_bytes, ratio
+from benchmarks.networks import PADDED, REFERENCE, VARIANTS, build, evaluation, images, train_step
+from benchmarks.report import Figure, Part, Plot, Table, failures, megabytes, milliseconds
 
 PEER = """\
 orthogonium's copy of the original SOC takes about half the time of ours in a training step of ResNet-34 at batch 8 (8.6
-against 16 times Conv2d) and saves less for backward, because it stops after 5 terms where ours takes nine; on the small
-network, and in every evaluation, it is slower. Its adaptive SOC beats "SOC, 3 terms" on the small network (2.7 against
+against 16 times Conv2d) and less memory, because it stops after 5 terms where ours takes nine; on the small network,
+and in every evaluation, it is slower. Its adaptive SOC beats "SOC, 3 terms" on the small network (2.7 against
 4.8 times Conv2d) and on the depthwise one (2.6 against 3.1). With its QR, orthogonium's AOC takes much less time than
-with its default, and about as much memory as Conv2d from batch 32 on. An evaluation of ResNet-34 at batch 8 peaks lower
-with its AOC (1.10 against 1.17 times), because our layers keep their free tensors besides the kernels; ``ts.to_torch``
-drops them."""
+with its default, and about as much memory as Conv2d from batch 32 on."""
 
 
 class Case(NamedTuple):
@@ -79,42 +65,33 @@ PATIENCE = 20.0
 # A variant whose step takes longer than this many seconds is not tried with a larger batch.
 SLOW_STEP = 30.0
 # The peak rises until the allocator can reuse its pieces; slow networks stop after this many seconds.
-PASSES, PASS_SECONDS = 3, 30.0
+PASSES, PASS_SECONDS, LIMIT = 3, 30.0, 300.0
+# What is shown, and where a row has its samples.
+MEASURED = {"step": "train", "evaluation": "eval", "peak memory": "memory_train"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this question."""
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, help="only these")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="; ".join(VARIANTS))
     parser.add_argument("--rounds", type=int, help="samples of each time; 5 (--quick: 2)")
-    parser.add_argument("--processes", type=int, help="samples of a peak of memory, at most; 3 (--quick: 1)")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for a process of up to three steps")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return samples of time and memory of each network, the smallest batch first."""
-    cases = QUICK if arguments.quick else FULL
-    cases = tuple(case for case in cases if case.network in (arguments.networks or NETWORKS))
-    if not cases:
-        raise ValueError(f"--quick has only {', '.join(map(str, QUICK))}")
-    asked = arguments.variants or (QUICK_VARIANTS if arguments.quick else VARIANTS)
-    chosen = peers.that_run([REFERENCE, *(name for name in asked if name != REFERENCE)])
+    cases, chosen = (QUICK, QUICK_VARIANTS) if arguments.quick else (FULL, tuple(VARIANTS))
     rounds = arguments.rounds or (2 if arguments.quick else 5)
-    processes = arguments.processes or (1 if arguments.quick else 3)
     data: dict[str, Any] = {}
     for case in sorted(cases):
         smaller = data.setdefault(case.network, [])
-        rows = {name: _worth_trying(name, smaller) for name in chosen}
-        for _ in range(processes):
-            for name in chosen:
-                _add_memory(rows[name], case, name, arguments.limit)
+        rows = {name: _why_not(name, smaller) for name in peers.that_run(chosen)}
+        for name, row in rows.items():
+            if not row:
+                row.update(_memory(case, name, 3 if name in COMPARED and not arguments.quick else 1))
         _add_times(rows, case, rounds)
         smaller.append({**case._asdict(), "rows": rows})
     return data
 
 
-def _worth_trying(name: str, smaller: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return an empty row, or an error if the variant failed, or was very slow, with a smaller batch."""
+def _why_not(name: str, smaller: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the error of a variant that failed, or was very slow, with a smaller batch, else an empty row."""
     for entry in smaller:
         row = entry["rows"][name]
         if "error" in row:
@@ -124,89 +101,59 @@ def _worth_trying(name: str, smaller: list[dict[str, Any]]) -> dict[str, Any]:
     return {}
 
 
-def _add_memory(row: dict[str, Any], case: Case, variant: str, limit: float) -> None:
-    """Add a sample of memory in training and one in evaluation, unless the variant fails, or is slow and has one."""
-    if "error" in row or (row.get("spent", 0.0) > PATIENCE and variant not in COMPARED):
-        return
-    begin = time.perf_counter()
-    for mode, failure in (("train", "error"), ("eval", "eval_error")):
-        arguments = [*case, variant, mode, torch.get_num_threads(), usable_gigabytes(), os.getpid()]
-        try:
-            row.setdefault(f"memory_{mode}", []).append(in_child("benchmarks.overhead", arguments, limit))
-        except ChildError as error:
-            if not row[f"memory_{mode}"]:
-                row[failure] = f"{error} (batch {case.batch})"
-                del row[f"memory_{mode}"]
-                break
-    row["spent"] = row.get("spent", 0.0) + time.perf_counter() - begin
+def _memory(case: Case, variant: str, processes: int) -> dict[str, Any]:
+    """Return peaks of memory of fresh processes, or why there are none."""
+    call = [*case, variant, torch.get_num_threads()]
+    try:
+        return {"memory_train": [in_child("benchmarks.overhead", call, LIMIT) for _ in range(processes)]}
+    except ChildError as error:
+        return {"error": f"{error} (batch {case.batch})"}
 
 
 def _add_times(rows: dict[str, dict[str, Any]], case: Case, rounds: int) -> None:
-    works = [name for name, row in rows.items() if "error" not in row]
-    models = {name: build(case.network, case.size, name) for name in works}
     x, labels = images(case.batch, case.size)
-    trained = interleaved(
-        {name: train_step(models[name], x, labels) for name in works},
-        rounds,
-        patience=PATIENCE,
-        always=COMPARED,
-        label=f"steps of {case}",
-    )
+    models = {name: build(case.network, case.size, name) for name, row in rows.items() if "error" not in row}
+    steps = {name: train_step(model, x, labels) for name, model in models.items()}
+    trained = interleaved(steps, rounds, patience=PATIENCE, always=COMPARED, label=f"steps of {case}")
     for model in models.values():
         model.zero_grad()
-    evaluated = interleaved(
-        {name: evaluation(models[name], x) for name in works if "memory_eval" in rows[name]},
-        2 * rounds,
-        patience=PATIENCE / 2,
-        always=COMPARED,
-        label=f"evaluations of {case}",
-    )
-    for mode, samples in (("train", trained), ("eval", evaluated)):
-        for name, seconds in samples.items():
-            rows[name][mode] = seconds
-    del models
+    passes = {name: evaluation(model, x) for name, model in models.items()}
+    evaluated = interleaved(passes, 2 * rounds, patience=PATIENCE / 2, always=COMPARED, label=f"evaluations of {case}")
+    for name in models:
+        rows[name] |= {"train": trained[name], "eval": evaluated[name]}
+    del models, steps, passes
     gc.collect()  # the next case needs the memory
 
 
-def memory(case: Case, variant: str, mode: str) -> dict[str, int]:
-    """Return the bytes that this process holds at most after some passes, and what autograd saves."""
-    model = build(case.network, case.size, variant)
-    x, labels = images(case.batch, case.size)
-    call = train_step(model, x, labels) if mode == "train" else evaluation(model, x)
+def peak(case: Case, variant: str) -> dict[str, int]:
+    """Return the bytes that this process holds at most during some steps."""
+    step = train_step(build(case.network, case.size, variant), *images(case.batch, case.size))
     begin, passes = time.perf_counter(), 0
     while passes < PASSES and time.perf_counter() - begin < PASS_SECONDS:
-        call()
+        step()
         passes += 1
-    found = {"peak": peak_bytes(), "passes": passes}
-    return {**found, "saved": saved_bytes(lambda: model(x))} if mode == "train" else found
+    return {"peak": peak_bytes(), "passes": passes}
 
 
 def _cases(data: dict[str, Any]) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Yield each case with the rows of the variants that were measured."""
     for entry in (entry for entries in data.values() for entry in entries):
-        yield Case(entry["network"], entry["size"], entry["batch"]), entry["rows"]
+        works = {name: row for name, row in entry["rows"].items() if "error" not in row}
+        yield Case(*(entry[key] for key in Case._fields)), works
 
 
-def samples(row: dict[str, Any]) -> Samples:
-    """Return the samples of a variant by what was measured; one that failed has none."""
-    if "error" in row:
-        return {}
-    found = {"training step": row["train"], "saved for backward": [one["saved"] for one in row["memory_train"]]}
-    found["peak memory of training"] = [one["peak"] for one in row["memory_train"]]
-    if "eval" in row:
-        found["evaluation"] = row["eval"]
-        found["peak memory of evaluation"] = [one["peak"] for one in row["memory_eval"]]
-    return found
+def samples(row: dict[str, Any], what: str) -> list[float]:
+    """Return the samples of one of ``MEASURED``."""
+    found = row[MEASURED[what]]
+    return [one["peak"] for one in found] if what == "peak memory" else found
 
 
 def ratios(data: dict[str, Any], what: str) -> dict[str, dict[str, float]]:
     """Return, for each case, the ratios to ``nn.Conv2d`` by variant."""
-    found = {}
-    for case, rows in _cases(data):
-        base = samples(rows[REFERENCE])[what]
-        found[str(case)] = {
-            name: ratio(taken[what], base) for name, row in rows.items() if what in (taken := samples(row))
-        }
-    return found
+    return {
+        str(case): {name: ratio(samples(row, what), samples(rows[REFERENCE], what)) for name, row in rows.items()}
+        for case, rows in _cases(data)
+    }
 
 
 def share(rows: dict[str, Any], peer: str, base: str = REFERENCE) -> float:
@@ -221,63 +168,54 @@ def share(rows: dict[str, Any], peer: str, base: str = REFERENCE) -> float:
 
 
 def describe(data: dict[str, Any]) -> list[Part]:
-    """Return a table for each thing measured, one for what AOC adds, and what failed."""
-    parts: list[Part] = []
-    shown = {"training step": "ms", "evaluation": "ms", "peak memory of training": "MB", "saved for backward": "MB"}
-    for what, unit in (shown | {"peak memory of evaluation": "MB"}).items():
-        found = ratios(data, what)
-        show = milliseconds if unit == "ms" else megabytes
-        base = [f"{show(median(samples(rows[REFERENCE])[what]))} {unit}" for _, rows in _cases(data)]
-        names = [name for name in VARIANTS if name != REFERENCE and any(name in row for row in found.values())]
-        rows = [[name, *(times(row[name]) if name in row else "" for row in found.values())] for name in names]
-        title = f"{what.capitalize()}: {REFERENCE}, and the others as multiples of it"
-        parts.append(Table([what, *found], [[REFERENCE, *base], *rows], title))
-    parts += _shares(data)
-    failed = {f"{name} ({case})": row for case, rows in _cases(data) for name, row in rows.items() if "error" in row}
-    return parts + failures(failed)
+    """Return a table of everything measured, one for what AOC adds, and what failed."""
+    found = {what: ratios(data, what) for what in MEASURED}
+    base = [
+        f"{milliseconds(median(row['train']))} ms / {milliseconds(median(row['eval']))} ms / "
+        f"{megabytes(median(samples(row, 'peak memory')))} MB"
+        for row in (rows[REFERENCE] for _, rows in _cases(data))
+    ]
+    cases = list(found["step"])
+    rows = [[REFERENCE, *base]]
+    for name in VARIANTS:
+        cells = [
+            " / ".join(f"{kind[case][name]:.2f}" for kind in found.values() if name in kind[case]) for case in cases
+        ]
+        if name != REFERENCE and any(cells):
+            rows.append([name, *cells])
+    failed: dict[tuple[str, str], list[str]] = {}
+    for entry in (entry for entries in data.values() for entry in entries):
+        for name, row in entry["rows"].items():
+            if "error" in row:
+                failed.setdefault((name, row["error"]), []).append(str(Case(*(entry[key] for key in Case._fields))))
+    reasons = {f"{name} ({'; '.join(where)})": {"error": error} for (name, error), where in failed.items()}
+    table = Table([" / ".join(MEASURED), *cases], rows, f"{REFERENCE}, and the others as multiples of it")
+    return [table, *_shares(data), *failures(reasons)]
 
 
 def _shares(data: dict[str, Any]) -> list[Part]:
     """Return what AOC adds to a step, as a share of what orthogonium's adds, by its orthogonalizer."""
     rivals = [name for name in COMPARED if name.startswith("orthogonium")]
     lines = [
-        [
-            f"{case}{kind}",
-            *(f"{share(rows, rival, base):.2f}" if "train" in rows.get(rival, {}) else "" for rival in rivals),
-        ]
+        [str(case), *(f"{share(rows, rival):.2f} ({share(rows, rival, PADDED):.2f})" for rival in rivals)]
         for case, rows in _cases(data)
-        for kind, base in (("", REFERENCE), (", kernels alone", PADDED))
-        if {"AOC", base} <= {name for name, row in rows.items() if "train" in row}
+        if {"AOC", PADDED, *rivals} <= rows.keys()
     ]
     title = "Time that our AOC adds, as a share of what orthogonium's adds (our target is at most 0.17)"
-    note = '"Kernels alone" compares with "Conv2d, our padding": without what our padding gains.'
+    note = f'In brackets what our kernels alone add, compared with "{PADDED}": without what our padding gains.'
     return [Table(["training step", *rivals], lines, title), note] if lines else []
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """Draw ratios of training steps."""
-    found = ratios(data, "training step")
-    return Figure(Plot(found, "training step, times nn.Conv2d", log="x", reference=1))
-
-
-def end_with_parent(parent: int) -> None:
-    """End this process once the one that started it has ended: it would disturb the next measurement."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    return Figure(Plot(ratios(data, "step"), "training step, times nn.Conv2d", log="x", reference=1))
 
 
 if __name__ == "__main__":  # a child that measures memory
-    network, size, batch, variant, mode, threads, gigabytes, parent = sys.argv[1:]
-    end_with_parent(int(parent))
+    network, size, batch, variant, threads = sys.argv[1:]
     if int(threads) != torch.get_num_threads():  # setting it has side effects: see linalg.inverse
         torch.set_num_threads(int(threads))
     try:
-        with limited_memory(float(gigabytes)):
-            print(json.dumps(memory(Case(network, int(size), int(batch)), variant, mode)))
+        with limited_memory():
+            print(json.dumps(peak(Case(network, int(size), int(batch)), variant)))
     except MemoryError as error:
         sys.exit(str(error))

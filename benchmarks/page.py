@@ -15,30 +15,26 @@ QUESTIONS = {
     "kernels": "What does it cost to build a kernel?",
     "overhead": "What does a whole network cost?",
     "scaling": "How does the cost grow?",
+    "forecast": "What would it cost on graphics cards?",
     "methods": "Which method should I choose?",
     "recipe": "What does the time buy in training?",
     "orthogonalizers": "Which orthogonalizer should I choose?",
-    "spectrum": "Which bound on the norm of a convolution can I trust?",
-    "compose": "How should two kernels be composed?",
-    "loading": "How fast is the data loader?",
-    "counts": "What do the tests guard?",
 }
 INTRODUCTION = """\
 # Benchmarks
 
-`python -m benchmarks page` renders this page from the JSON files in `benchmarks/results/`, which hold every sample; do
-not edit it by hand. Times depend on the machine, so compare them only within a table. Contestants run in turns,
-except in the comparison of methods and orthogonalizers by training, of loaders and of compositions. A ratio of turns is
-the median of the ratios within each, so that it need not be the quotient of the two medians. Each result is one run on
-one shared machine: differences of a few percent are noise.
+This page is rendered by `python -m benchmarks page` from the JSON files in `benchmarks/results/`, which hold every
+sample; please do not edit it by hand. Times depend on the machine, so compare them only within a table. What is
+compared is measured in turns, except for training by method, and a ratio is the median of the ratios within each turn.
+Each result is one run on one shared machine: differences of a few percent are noise. What does not depend on the
+machine, the operations and bytes of building a kernel, is guarded by a test: `python -m benchmarks counts` shows it.
 
 The peer is [orthogonium](https://pypi.org/project/orthogonium/) 0.0.4, by the authors of *An Adaptive Orthogonal
-Convolution Scheme for Efficient and Flexible CNN Architectures* ("the paper"). Each section in which it
-takes part says where it is better. [Methods](methods.md) explains AOC, BCOP, SOC, Cayley and the others."""
+Convolution Scheme for Efficient and Flexible CNN Architectures* ("the paper"). [Methods](methods.md) explains AOC,
+BCOP, SOC, Cayley and the others; [speed](speed.md) is a summary."""
 
 
 def question(name: str) -> ModuleType:
-    """Return the module of a question."""
     return import_module(f"benchmarks.{name}")
 
 
@@ -69,40 +65,30 @@ def render(found: dict[str, dict[str, Any]]) -> str:
     """
     sections = [INTRODUCTION]
     for name, title in QUESTIONS.items():
-        if name not in found:
-            body = f"Not measured yet: `python -m benchmarks {name}`."
-        else:
-            try:
-                body = _section(name, found[name])
-            except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-                problem = f"{type(error).__name__}: {error}"
-                raise ValueError(f"the result of {name} is damaged or old ({problem}); measure it again") from error
+        try:
+            body = _section(name, found[name]) if name in found else f"Not measured yet: `python -m benchmarks {name}`."
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise ValueError(f"the result of {name} is damaged or old ({problem}); measure it again") from error
         sections.append(f"## {title}\n\n{body}")
     return "\n\n".join(sections) + "\n"
 
 
 def _section(name: str, result: dict[str, Any]) -> str:
     module = question(name)
-    parts = [(module.__doc__ or "").strip().replace("``", "`")]
+    parts = [(module.__doc__ or "").strip()]
     if hasattr(module, "draw"):
         parts.append(f"![{QUESTIONS[name]}](figures/{name}.svg)")
     parts += [part if isinstance(part, str) else part.markdown() for part in module.describe(result["data"])]
     # Written by hand for the committed results; tests/benchmarks/test_page.py checks each claim against them.
     if hasattr(module, "PEER") and not result["quick"]:
-        parts.append(f"**Where the peer is better.** {module.PEER.replace('``', '`')}")
-    parts.append(_origin(result))
-    return "\n\n".join(parts)
-
-
-def _origin(result: dict[str, Any]) -> str:
-    machine = result["machine"]
-    versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("python", "torch"))
-    lost = "".join(f" Missing: {name}." for name in result["missing"])
-    again = "".join(
-        f" Measured again on {entry['date']}: {', '.join(entry['parts'])}." for entry in result.get("again", [])
-    )
-    quick = " A quick run: few samples of small cases." if result["quick"] else ""
-    return (
+        parts.append(f"**Where the peer is better.** {module.PEER}")
+    machine, versions = result["machine"], result["versions"]
+    notes = "".join(f" Missing: {name}." for name in result["missing"])
+    notes += "".join(f" Measured again on {e['date']}: {', '.join(e['parts'])}." for e in result.get("again", []))
+    notes += " A quick run: few samples of small cases." if result["quick"] else ""
+    parts.append(
         f"*`{result['line']}`, {result['date']}, {machine['cpu']}, {machine['cores']} cores, {result['threads']} "
-        f"threads, {versions}.{again}{lost}{quick}*"
+        f"threads, python {versions['python']}, torch {versions['torch']}.{notes}*"
     )
+    return "\n\n".join(parts).replace("``", "`")

@@ -90,7 +90,6 @@ def parameters(way: str) -> Any:
 
 
 def aoc(channels: int, outputs: int, kernel_size: int, stride: int, groups: int, **options: Any) -> nn.Module:
-    """Its adaptive orthogonal convolution."""
     make = load("layers", "AdaptiveOrthoConv2d")
     padding = (kernel_size - 1) // 2
     shape = (channels, outputs, kernel_size, stride)
@@ -131,14 +130,12 @@ def cayley(channels: int, outputs: int, kernel_size: int, stride: int, groups: i
 
 
 def aol(channels: int, outputs: int, kernel_size: int, stride: int, groups: int) -> nn.Module:
-    """Its AOL convolution."""
     make = load("layers.conv.AOL", "AOLConv2D")
     padding = (kernel_size - 1) // 2
     return make(channels, outputs, kernel_size, stride, padding=padding, groups=groups, padding_mode="circular")
 
 
 def linear(features: int, outputs: int, **options: Any) -> nn.Module:
-    """Its orthogonal linear layer."""
     return load("layers", "OrthoLinear")(features, outputs, **options)
 
 

@@ -12,22 +12,22 @@ import copy
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import trysquare as ts
 from benchmarks import peers
 from benchmarks.networks import exchange
-from benchmarks.report import CERTIFIED, Figure, Part, Plot, accuracy_table, failures
+from benchmarks.report import CERTIFIED, RADII, Figure, Part, Plot, Table, failures
 from benchmarks.training import Task, certificate
-from trysquare.lab.training import build
 from trysquare.lab.training.distribution import World
+from trysquare.lab.training.loop import Training
 from trysquare.lab.training.recipe import Recipe
-from trysquare.lab.training.step import Gradients
+from trysquare.lab.training.step import OPTIMIZERS, Gradients
 
 LIBRARIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "trysquare": lambda model: model,
@@ -41,10 +41,8 @@ certified accuracy; with its default, which is slow for the large matrices of de
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this question."""
     parser.add_argument("--data", help="folder of CIFAR-10; without it the recipe for digits")
     parser.add_argument("--budget", type=float, help="seconds of training with each library; 1800 (--quick: 15)")
-    parser.add_argument("--only", nargs="+", choices=LIBRARIES, metavar="NAME", help="; ".join(LIBRARIES))
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -54,35 +52,29 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     budget = arguments.budget or (15.0 if arguments.quick else 1800.0)
     task = Task(arguments.data, recipe.train.batch_size, test_images=200 if arguments.quick else None)
     turns = max(3, round(budget / TURN))
-    runs = {library: _Run(recipe, LIBRARIES[library]) for library in peers.that_run(arguments.only or LIBRARIES)}
+    runs = {library: _Run(recipe, LIBRARIES[library]) for library in peers.that_run(LIBRARIES)}
     for turn in range(turns):
         print(f"training: turn {turn + 1} of {turns}", file=sys.stderr)
         for one in runs.values():
             one.train(budget * (turn + 1) / turns)
-            if turn + 1 in _evaluated(turns):
+            if (turn + 1) % max(1, turns // 6) == 0 or turn + 1 == turns:
                 one.evaluate(task)
     rows = {library: one.row() for library, one in runs.items()}
     return {"recipe": name, "budget": budget, "batch": recipe.train.batch_size, "rows": rows}
-
-
-def _evaluated(turns: int, times: int = 6) -> set[int]:
-    """After which turns to evaluate: a few, evenly spaced, and the last."""
-    return {max(1, round(turns * (i + 1) / times)) for i in range(times)}
 
 
 class _Run:
     """A training under way that can be paused."""
 
     def __init__(self, recipe: Recipe, change: Callable[[nn.Module], nn.Module]) -> None:
-        images = build.load_images(recipe, "train")
-        self.model: Any = build.build_model(recipe, images)
         # The margin is that of the model with our layers, whose constant is known.
-        loss = build.build_loss(recipe, self.model, build.model_arguments(recipe, images)["input_shape"])
-        change(self.model)
-        loader = build.training_batches(recipe, images, World(torch.device("cpu")))
-        self.stepper = build.build_stepper(recipe, self.model, recipe.train.epochs * len(loader))
-        self.gradients = Gradients(self.model, loss)
-        self.batches: Iterator[tuple[Tensor, Tensor]] = (batch for epoch in count() for batch in loader.epoch(epoch))
+        training = Training(recipe, World(torch.device("cpu")))
+        self.model = change(training.model)
+        self.stepper = OPTIMIZERS[recipe.optimizer.name](
+            self.model.parameters(), training.steps, **recipe.optimizer.options
+        )
+        self.gradients = Gradients(self.model, training.loss)
+        self.batches = (batch for epoch in count() for batch in training.train.epoch(epoch))
         self.seconds, self.steps, self.error = 0.0, 0, ""
         self.evaluated: list[tuple[float, dict[str, Any]]] = []
 
@@ -106,7 +98,6 @@ class _Run:
                 self.evaluated.append((self.seconds, certificate(copy.deepcopy(self.model).eval(), task)))
 
     def row(self) -> dict[str, Any]:
-        """For the results."""
         if self.error:
             return {"error": self.error}
         parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
@@ -115,14 +106,22 @@ class _Run:
 
 
 def describe(data: dict[str, Any]) -> list[Part]:
-    """Return a table of the end of each run."""
-    ends = {library: {**row, **row["results"][-1]} for library, row in data["rows"].items() if "error" not in row}
+    rows = [
+        [
+            library,
+            f"{row['parameters'] / 1e6:.2f} M",
+            f"{row['steps']:,}",
+            *(f"{share:.1%}" for share in (row["results"][-1]["accuracy"], *row["results"][-1]["certified"])),
+        ]
+        for library, row in data["rows"].items()
+        if "error" not in row
+    ]
+    columns = ["layers", "parameters", "steps", "accuracy", *(f"certified at {r}/255" for r in RADII)]
     title = f"recipe {data['recipe']}, batches of {data['batch']}, {data['budget']:g} s of training each"
-    return [accuracy_table("layers", title, ends), *failures(data["rows"])]
+    return [Table(columns, rows, title), *failures(data["rows"])]
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """Draw accuracy and certified accuracy by the time spent."""
     works = {library: row for library, row in data["rows"].items() if "error" not in row}
     clean, certified = {}, {}
     for library, row in works.items():

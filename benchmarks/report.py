@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ class Table:
     title: str = ""
 
     def text(self) -> str:
-        """Return it aligned for a terminal."""
         widths = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
         lines = [
             "  ".join(
@@ -32,7 +31,6 @@ class Table:
         return "\n".join([*([self.title] if self.title else []), *lines])
 
     def markdown(self) -> str:
-        """Return it for the page."""
         rule = ["---", *["---:"] * (len(self.columns) - 1)]
         lines = ["| " + " | ".join(cells) + " |" for cells in (self.columns, rule, *self.rows)]
         return "\n".join([*([f"**{self.title}**", ""] if self.title else []), *lines])
@@ -60,7 +58,6 @@ class Plot:
     reference: float | None = None
 
     def draw(self, axes: Any) -> None:
-        """Draw into matplotlib's axes."""
         names = list(dict.fromkeys(name for points in self.series.values() for name in points))
         for (label, points), marker in zip(self.series.items(), "osD^vPX*<>h8", strict=False):
             if self.y:
@@ -122,7 +119,6 @@ def milliseconds(seconds: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """Show a ratio."""
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x"
 
 
@@ -135,24 +131,3 @@ def failures(rows: Mapping[str, Any]) -> list[Part]:
     """Return a list of the rows that hold an error in place of numbers, if there are any."""
     lines = [f"* {name}: {row['error']}" for name, row in rows.items() if "error" in row]
     return ["\n".join(["Not measured:", "", *lines])] if lines else []
-
-
-def accuracy_table(
-    kind: str, title: str, rows: Mapping[str, Any], more: Mapping[str, Callable[[Any], str]] | None = None
-) -> Table:
-    """Return a table of trained networks and their certificates, without those that failed."""
-    more = more or {}
-    columns = [kind, "parameters", "steps", *more, "accuracy", *(f"certified at {r}/255" for r in RADII), "Lipschitz"]
-    cells = [
-        [
-            name,
-            f"{row['parameters'] / 1e6:.2f} M",
-            str(row["steps"]),
-            *(show(row) for show in more.values()),
-            *(f"{share:.1%}" for share in (row["accuracy"], *row["certified"])),
-            f"{row['lipschitz']:.4f}",
-        ]
-        for name, row in rows.items()
-        if "error" not in row
-    ]
-    return Table(columns, cells, title)

@@ -18,22 +18,36 @@ import trysquare as ts
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks" / "results"
 FIELDS = ("command", "line", "date", "quick", "threads", "machine", "versions", "missing", "data")
-PACKAGES = ("torch", "numpy", "orthogonium", "einops")
 
 
-def machine() -> dict[str, Any]:
-    """Return processor, cores and memory, as far as the system tells."""
+def record(command: str, line: list[str], quick: bool, missing: list[str], data: Any) -> dict[str, Any]:
+    """Return a result with everything that is needed to repeat it."""
+    versions: dict[str, str | None] = {"python": platform.python_version(), "trysquare": ts.__version__}
+    for package in ("torch", "numpy", "orthogonium", "einops"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
     return {
-        "cpu": system_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
-        "system": f"{platform.system()} {platform.release()}",
+        "command": command,
+        "line": "python -m benchmarks " + shlex.join(_shown(line)),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "quick": quick,
+        "threads": torch.get_num_threads(),
+        "machine": {
+            "cpu": system_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "memory_gb": round(memory_gigabytes(), 1),
+            "system": f"{platform.system()} {platform.release()}",
+        },
+        "versions": versions,
+        "missing": missing,
+        "data": data,
     }
 
 
-def usable_gigabytes() -> float:
-    """Return how much memory of this machine a benchmark may take."""
-    return round(0.7 * machine()["memory_gb"], 1)
+def memory_gigabytes() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
 
 
 def system_field(path: str, name: str) -> str | None:
@@ -45,47 +59,15 @@ def system_field(path: str, name: str) -> str | None:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), None)
 
 
-def versions() -> dict[str, str | None]:
-    """Return the versions of Python, this library and the packages that take part, ``None`` if not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "trysquare": ts.__version__}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
-
-
-def record(command: str, line: list[str], quick: bool, missing: list[str], data: Any) -> dict[str, Any]:
-    """Return a result with everything that is needed to repeat it."""
-    return {
-        "command": command,
-        "line": "python -m benchmarks " + shlex.join(_shown(line)),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "quick": quick,
-        "threads": torch.get_num_threads(),
-        "machine": machine(),
-        "versions": versions(),
-        "missing": missing,
-        "data": data,
-    }
-
-
 def _shown(line: list[str]) -> list[str]:
     """Return the arguments without the places of files on this machine."""
-    shown: dict[str, list[str]] = {"--out": [], "--data": ["--data", "DIR"]}
     words = iter([word for part in line for word in (part.split("=", 1) if part.startswith("--") else [part])])
     kept: list[str] = []
     for word in words:
-        kept += shown.get(word, [word])
-        if word in shown:
+        if word in ("--out", "--data"):
             next(words, None)
+        kept += {"--out": [], "--data": ["--data", "DIR"]}.get(word, [word])
     return kept
-
-
-def default_path(command: str, quick: bool) -> Path:
-    """Return where a result goes; quick ones have a folder of their own, which git ignores."""
-    return FOLDER / ("quick" if quick else ".") / f"{command}.json"
 
 
 def write(content: Any, path: Path) -> None:

@@ -50,7 +50,6 @@ NOISE = 0.02
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this question."""
     parser.add_argument("--rounds", type=int, help="samples of each time; 9 (--quick: 2)")
 
 
@@ -81,7 +80,6 @@ def _builds(made: list[nn.Module]) -> Callable[[], None]:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return samples of building kernels, and of training steps."""
     values, steps = (QUICK, QUICK_STEPS) if arguments.quick else (FULL, STEPS)
     rounds = arguments.rounds or (2 if arguments.quick else 9)
     return {
@@ -121,25 +119,24 @@ def added(kind: str, entries: list[dict[str, Any]]) -> dict[str, dict[int, float
 
 
 def describe(data: dict[str, Any]) -> list[Part]:
-    """Return a table of the ends of each sweep, and one of the overhead."""
-    rows = []
+    """Return a table of the ends of each sweep, and the overhead in words."""
+    rows, sentences = [], []
     for kind, entries in data["kernels"].items():
         for name, points in _medians(entries).items():
             x, y = list(points), list(points.values())
             ends = [f"{x[0]} to {x[-1]}", milliseconds(y[0] / 1e3), milliseconds(y[-1] / 1e3)]
             rows.append([f"{kind} ({FIXED[kind]})", name, *ends, f"{exponent(x[-3:], y[-3:]):.2f}"])
-    parts: list[Part] = [Table(["sweep", "library", "values", "ms, first", "ms, last", "exponent"], rows)]
     for kind, entries in data["overhead"].items():
-        base = [milliseconds(median(entry["seconds"][REFERENCE])) + " ms" for entry in entries]
-        shares = [[name, *(f"{e:+.0%}" for e in points.values())] for name, points in added(kind, entries).items()]
-        other = "image size" if kind == "batch" else "batch"
-        title = f"Time added to a training step of ResNet-18, by {kind} ({other} {entries[0][other]})"
-        parts.append(Table([kind, *(str(entry[kind]) for entry in entries)], [[REFERENCE, *base], *shares], title))
-    return parts
+        for name, points in added(kind, entries).items():
+            first, *_, last = points
+            sentences.append(f"{name} {points[first]:+.0%} at {kind} {first} and {points[last]:+.0%} at {last}")
+    return [
+        Table(["sweep", "library", "values", "ms, first", "ms, last", "exponent"], rows),
+        f"Time added to a training step of ResNet-18: {'; '.join(sentences)}.",
+    ]
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """Draw the four sweeps and the two overheads."""
     plots = [Plot(_medians(entries), kind, "kernel, ms", "xy") for kind, entries in data["kernels"].items()]
     label = {"AOC": "trysquare", "orthogonium AOC": "orthogonium"}
     for kind, entries in data["overhead"].items():

@@ -1,4 +1,4 @@
-"""A training loop for a fixed number of steps or seconds; recipes, in contrast, count epochs."""
+"""A training loop for a fixed number of seconds; recipes, in contrast, count epochs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import trysquare as ts
 from benchmarks import peers
 from benchmarks.measure import limited_memory
 from benchmarks.report import RADII
-from benchmarks.results import usable_gigabytes
 
 LEARNING_RATE = 3e-3
 AUGMENT: dict[str, Any] = {"cifar10": {"random_crop": {"padding": 4}, "flip": {}}}
@@ -39,12 +38,10 @@ class Task:
 
     @property
     def name(self) -> str:
-        """Return the name of the data set."""
         return "cifar10" if self.folder else "digits"
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Return the shape of an image."""
         return ts.data.DATASETS[self.name].shape
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -57,20 +54,18 @@ class Task:
             epoch += 1
 
     def test(self) -> tuple[Tensor, Tensor]:
-        """Return test images and labels."""
         images = ts.data.load(self.name, self.folder, "test")
         rows = torch.arange(min(len(images), self.test_images or len(images)))
         return images.stack(rows).float() / images.white, images.labels[rows]
 
 
-def train(model: nn.Module, task: Task, *, steps: int | None = None, seconds: float = math.inf) -> dict[str, Any]:
-    """Train with Adam, whose rate falls to 0 like a cosine over the steps or the seconds, and the paper's loss.
+def train(model: nn.Module, task: Task, seconds: float) -> dict[str, Any]:
+    """Train with Adam, whose rate falls to 0 like a cosine over the seconds, and the paper's loss.
 
     Args:
         model: images to logits.
         task: what to train on.
-        steps: how many at most.
-        seconds: how long at most; data and optimizer are part of it.
+        seconds: how long; data and optimizer are part of it.
 
     Returns:
         Seconds since the start and loss after each step.
@@ -78,47 +73,35 @@ def train(model: nn.Module, task: Task, *, steps: int | None = None, seconds: fl
     Raises:
         ArithmeticError: if a loss is not finite.
     """
-    step = _stepper(model, task)
-    ends: list[float] = []
-    losses: list[float] = []
-    start = time.perf_counter()
-    share = 0.0
-    while share < 1:
-        loss = step(LEARNING_RATE * (1 + math.cos(math.pi * share)) / 2)
-        if not math.isfinite(loss):
-            raise ArithmeticError(f"the loss of step {len(losses) + 1} is {loss}")
-        losses.append(loss)
-        ends.append(time.perf_counter() - start)
-        share = max(len(losses) / steps if steps else 0.0, ends[-1] / seconds)
-    return {"steps": len(losses), "seconds": ends, "losses": losses}
-
-
-def _stepper(model: nn.Module, task: Task) -> Callable[[float], float]:
-    """Return a function that takes one step at a given rate and returns the loss."""
     loss_of, batches = ts.losses.OffsetCrossEntropy(), task.batches()
     optimizer = torch.optim.Adam(model.train().parameters(), lr=LEARNING_RATE)
-
-    def step(rate: float) -> float:
+    ends: list[float] = []
+    losses: list[float] = []
+    start, spent = time.perf_counter(), 0.0
+    while spent < seconds:
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = LEARNING_RATE * (1 + math.cos(math.pi * spent / seconds)) / 2
         images, labels = next(batches)
         optimizer.zero_grad()
         loss = loss_of(model(images), labels)
         loss.backward()
         optimizer.step()
-        return loss.item()
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            raise ArithmeticError(f"the loss of step {len(losses)} is {losses[-1]}")
+        spent = time.perf_counter() - start
+        ends.append(spent)
+    return {"steps": len(losses), "seconds": ends, "losses": losses}
 
-    return step
 
-
-def trained(build: Callable[[], nn.Module], task: Task, label: str, **options: Any) -> dict[str, Any]:
-    """Return the run and the certificate of a network after ``train`` with these options, or why it has none."""
+def trained(build: Callable[[], nn.Module], task: Task, label: str, seconds: float) -> dict[str, Any]:
+    """Return the run and the certificate of a network after ``train``, or why it has none."""
     print(f"training: {label}", file=sys.stderr)
     try:
-        with limited_memory(usable_gigabytes()):
+        with limited_memory():
             model = build()
             torch.manual_seed(0)
-            run = train(model, task, **options)
+            run = train(model, task, seconds)
             parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
             return {"parameters": parameters, **run, **certificate(model, task)}
     except (ArithmeticError, ValueError, RuntimeError, MemoryError) as error:

@@ -3,16 +3,26 @@
 python examples/demo.py [DIRECTORY]
 """
 
-import importlib.util
 import json
 import sys
 import time
 from pathlib import Path
 
 from trysquare.lab.cli import main
-from trysquare.lab.training import load_run
-from trysquare.lab.training.results import summary
 from trysquare.verify.certification import radius_text
+
+FILES = {
+    "recipe.yaml": "the recipe, every default filled in",
+    "versions.json": "versions and machine",
+    "metrics.jsonl": "training, one JSON object a line",
+    "checkpoint.pt": "to resume from",
+    "model.safetensors": "the model, for ts.load_model",
+    "certificate.json": "certified radius of every test image",
+    "attack.json": "what an attack found",
+    "audit.json": "every layer, and the Lipschitz bound",
+    "report.html": "all of it with pictures, for a browser",
+    "export/model.pt2": "the model in plain torch, for torch.export.load",
+}
 
 
 def run(*command: str) -> float:
@@ -38,8 +48,7 @@ def demo(folder: str) -> None:
     seconds["certify"] = run("certify", folder)
     seconds["attack"] = run("attack", folder)
     seconds["audit"] = run("audit", folder)
-    if importlib.util.find_spec("trysquare.lab.report"):
-        seconds["report"] = run("report", folder)
+    seconds["report"] = run("report", folder)
     seconds["export"] = run("export", folder, "--format", "torch")
     found = json.loads((Path(folder) / "attack.json").read_text())
     radii = zip(found["epsilons"], found["certified"], found["attacked"], strict=True)
@@ -50,7 +59,7 @@ def demo(folder: str) -> None:
         "seconds",
         [(name, f"{value:.0f}") for name, value in seconds.items()] + [("all", f"{sum(seconds.values()):.0f}")],
     )
-    rows("files", summary(load_run(folder)))
+    rows("files", [(str(Path(folder) / name), what) for name, what in FILES.items()])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A module imports only from the rows above it."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,37 @@ def test_imports_only_look_up(path):
         assert row(name) <= row(".".join(inner)), f"{path} imports {name}"
     if inner[:2] == ("nn", "linalg"):
         assert "nn.Module" not in path.read_text()
+
+
+def private_parts_of_torch(path: Path) -> set[str]:
+    """Names below a module of torch, imported or reached by attributes, one part of which is private."""
+    tree, found = ast.parse(path.read_text()), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "torch"}
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"(torch|forward_ad)(\.\w+)+", ast.unparse(node)):
+            found.add(ast.unparse(node))
+    return {name for name in found if any(part.startswith("_") and part[:2] != "__" for part in name.split("."))}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_private_parts_of_torch_are_in_one_file(path):
+    inner = str(path.relative_to(ROOT))
+    if inner == "torch_internals.py":
+        assert len(private_parts_of_torch(path)) > 10
+    elif not inner.startswith("verify/lipschitz/"):
+        assert not private_parts_of_torch(path)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_module_imports_private_names_of_another(path):
+    inner = str(path.relative_to(ROOT))
+    if not inner.startswith("verify/lipschitz/"):
+        assert not {name for name in imported_names(path) if name.startswith("_")}
+
+
+def imported_names(path: Path) -> set[str]:
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    return {alias.name for node in nodes if (node.module or "").startswith("trysquare") for alias in node.names}

@@ -37,7 +37,7 @@ __all__ += layers.__all__
 
 
 def __getattr__(name: str) -> Any:
-    """Say what a name that is gone is called now."""
+    """Say what a name without its dimension, such as ``SLLBlock``, is called."""
     now = f"{name}2d"
-    hint = f": use {now}, which it was" if now in __all__ else ""
+    hint = f": use {now}" if now in __all__ else ""
     raise AttributeError(f"module 'trysquare' has no attribute {name!r}{hint}")

@@ -1,4 +1,4 @@
-"""Look a name up; a wrong one is told the nearest."""
+"""Look up names, with errors that suggest the nearest one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHORT = _Short()
 
 
 def shown(value: object) -> str:
-    """A value as an error quotes it: whole if it is short, else its beginning and how long it is.
+    """Return a value as an error quotes it: whole if it is short, else its beginning and its length.
 
     >>> from trysquare.naming import shown
     >>> shown("digits"), shown([16, 32])
@@ -75,7 +75,7 @@ def refuse_arguments(owner: str, names: Iterable[str], known: Iterable[str] = ()
 
 
 def pick(table: Mapping[str, T], name: str, kind: str) -> T:
-    """Entry of that name.
+    """Return the entry of a table by its name, with an error as of ``require_known``.
 
     >>> from trysquare.naming import pick
     >>> pick({"flip": 1, "crop": 2}, "flop", "augmentation")

@@ -13,7 +13,10 @@ from operator import attrgetter
 from typing import TypeVar
 
 import torch
+from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.modules import module as _module
+from torch.utils import _pytree
 
 # Whether a transform of ``torch.func`` is active: these need autograd functions to be applied torch's general way, and
 # tensors under them have no version counters to watch. There is no public question for that.
@@ -42,8 +45,14 @@ jit_trace = torch._C._get_tracing_state
 precision_of = torch._C._get_fp32_precision_getter  # type: ignore[attr-defined]
 set_precision_of = torch._C._set_fp32_precision_setter  # type: ignore[attr-defined]
 
+# A tensor that shares the version counter of another one, so that writes to it are noticed without keeping it alive.
+make_subclass = torch.Tensor._make_subclass
+
 # An assertion that an accelerator checks without stalling the host.
 assert_on_device = torch._assert_async
+# Tensors inside of lists, dictionaries and named tuples. There is no public module for them.
+tree_leaves = _pytree.tree_leaves
+tree_map = _pytree.tree_map
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -56,3 +65,16 @@ def constant_when_traced(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+Hooks = list[Callable[..., object]]
+
+
+def hooks_of(module: nn.Module) -> tuple[Hooks, Hooks]:
+    """Return what runs before and after the forward pass of a module, hooks of all modules included.
+
+    Torch has public ways to add and to remove hooks, and none to see them.
+    """
+    before = (*_module._global_forward_pre_hooks.values(), *module._forward_pre_hooks.values())
+    after = (*module._forward_hooks.values(), *_module._global_forward_hooks.values())
+    return list(before), list(after)

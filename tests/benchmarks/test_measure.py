@@ -33,21 +33,27 @@ def test_calls_take_turns():
     assert all(seconds >= 0 for row in samples.values() for seconds in row)
 
 
-def test_calls_that_take_too_long_are_sampled_less(monkeypatch):
-    monkeypatch.setattr(measure, "_seconds", lambda call: call())
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that calls put forward by the seconds that they return."""
+    now = [0.0]
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    return lambda seconds: now.__setitem__(0, now[0] + seconds)
+
+
+def test_calls_that_take_too_long_are_sampled_less(clock):
     calls = []
-    slow = {"slow": lambda: calls.append("slow") or 10.0, "fast": lambda: 1.0}
-    slow["slower"] = lambda: calls.append("slower") or 30.0
+    slow = {"slow": lambda: clock(10.0) or calls.append("slow"), "fast": lambda: clock(1.0)}
+    slow["slower"] = lambda: clock(30.0) or calls.append("slower")
     samples = interleaved(slow, 6, patience=20.0)
     assert {name: len(taken) for name, taken in samples.items()} == {"slow": 2, "slower": 1, "fast": 6}
     assert (calls.count("slow"), calls.count("slower")) == (3, 2)  # the first does not count
     assert len(interleaved(slow, 6, patience=20.0, always=("slower",))["slower"]) == 6
 
 
-def test_a_first_run_that_builds_what_is_kept_is_no_sample(monkeypatch):
-    monkeypatch.setattr(measure, "_seconds", lambda call: call())
+def test_a_first_run_that_builds_what_is_kept_is_no_sample(clock):
     seconds = iter([30.0, 1.0, 1.0, 1.0])
-    assert interleaved({"cached": lambda: next(seconds)}, 3, patience=20.0) == {"cached": [1.0, 1.0, 1.0]}
+    assert interleaved({"cached": lambda: clock(next(seconds))}, 3, patience=20.0) == {"cached": [1.0, 1.0, 1.0]}
 
 
 def test_a_ratio_is_within_turns():

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from trysquare.files import check_writable, replacing
 from trysquare.lab import training
@@ -20,8 +20,6 @@ from trysquare.lab.training.recipe import quotient
 from trysquare.naming import shown
 from trysquare.nn.export import FORMATS
 from trysquare.verify.auditing import audit
-
-Overrides = Mapping[str, Any]
 
 _FAILED, _INTERRUPTED, _ENDED_EARLY = 1, 130, 141
 # What is written where a terminal has no such letters: one for each, so that tables stay tables.
@@ -73,7 +71,7 @@ def _take_any_streams() -> None:
             stream.reconfigure(errors="trysquare")
 
 
-def _require_taken(options: argparse.Namespace, overrides: Overrides) -> None:
+def _require_taken(options: argparse.Namespace, overrides: Mapping[str, object]) -> None:
     """Refuse overrides that the command would not look at."""
     alone = getattr(options, "input_shape", None) is not None  # an audit that asks no recipe
     command, taken = f"{options.command} with --input-shape" if alone else options.command, options.overrides
@@ -100,12 +98,9 @@ def _brief(message: str) -> str:
 
     Names in files of strangers are part of messages, so that what would steer a terminal is left out.
     """
-    words = (_cut(_printable(word), _LONGEST_WORD, _KEPT_OF_WORD) for word in message.split())
+    plain = "".join(letter if letter.isprintable() or letter.isspace() else "?" for letter in message)
+    words = (_cut(word, _LONGEST_WORD, _KEPT_OF_WORD) for word in plain.split())
     return _cut(" ".join(words), _LONGEST_MESSAGE, _KEPT_OF_MESSAGE)
-
-
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _cut(text: str, longest: int, kept: int) -> str:
@@ -123,85 +118,53 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="trysquare", description="Orthogonal and 1-Lipschitz networks.")
     commands = parser.add_subparsers(dest="command", required=True)
-    _command(commands, "recipes", _recipes, "list the recipes of the package")
-    _add_train(commands)
-    _add_certify(commands)
-    _add_attack(commands)
-    _add_audit(commands)
-    _add_export(commands)
-    _add_run(_command(commands, "report", _report, "write a run as one HTML page with pictures", _MOVED))
-    return parser
 
+    def add(
+        name: str,
+        run: Callable[..., None],
+        summary: str,
+        overrides: Sequence[str] | None = (),
+        epilog: str | None = None,
+    ) -> argparse.ArgumentParser:
+        """Add a command, and the overrides of a recipe that it takes: these, or all (``None``)."""
+        command = commands.add_parser(name, help=summary, description=summary, epilog=epilog)
+        command.set_defaults(run=run, overrides=overrides)
+        return command
 
-def _command(
-    commands: Any,
-    name: str,
-    run: Callable[..., None],
-    summary: str,
-    overrides: Sequence[str] | None = (),
-    **more: Any,
-) -> argparse.ArgumentParser:
-    """A command, and the overrides of a recipe that it takes: these, or all (``None``)."""
-    command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary, **more)
-    command.set_defaults(run=run, overrides=overrides)
-    return command
+    add("recipes", _recipes, "list the recipes of the package")
 
+    examples = "Values of the recipe are overridden by name: --data.root DIR --train.epochs 20 --optimizer.lr 0.01"
+    train = add("train", _train, "train by a recipe", None, examples)
+    train.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a recipe, or a YAML file; default digits")
+    train.add_argument("--out", type=Path, metavar="DIR", help="directory of the run; default runs/RECIPE-DATE-TIME")
+    train.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in this directory")
 
-def _add_train(commands: Any) -> None:
-    command = _command(
-        commands, "train", _train, "train by a recipe", None,
-        epilog="Values of the recipe are overridden by name: --data.root DIR --train.epochs 20 --optimizer.lr 0.01",
-    )  # fmt: skip
-    command.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a recipe, or a YAML file; default digits")
-    command.add_argument("--out", type=Path, metavar="DIR", help="directory of the run; default runs/RECIPE-DATE-TIME")
-    command.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in this directory")
-
-
-def _add_certify(commands: Any) -> None:
-    command = _command(commands, "certify", _certify, "certify the test images of a run", _AFTERWARDS)
-    _add_run(command)
-    _add_samples(command)
-
-
-def _add_attack(commands: Any) -> None:
-    summary = "attack the test images of a run, inside of certified radii too"
-    command = _command(commands, "attack", _attack, summary, _AFTERWARDS)
-    _add_run(command)
-    command.add_argument("--attack", choices=list(training.ATTACKS), default="pgd", help="default pgd")
-    _add_samples(command)
-
-
-def _add_audit(commands: Any) -> None:
-    summary = "check a network layer by layer, and bound its Lipschitz constant"
-    command = _command(commands, "audit", _audit, summary, _AFTERWARDS)
-    command.add_argument("model", metavar="MODEL", help="directory of a run, checkpoint, or package.module:factory")
-    command.add_argument(
-        "--factory", metavar="MODULE:NAME", help="what makes the model of a checkpoint that is not ours"
+    moved = "Data that has moved since: --data.root DIR"
+    certify = add("certify", _certify, "certify the test images of a run", _AFTERWARDS, moved)
+    attack = add(
+        "attack", _attack, "attack the test images of a run, inside of certified radii too", _AFTERWARDS, moved
     )
-    command.add_argument("--input-shape", type=_shape, metavar="C,H,W", help="one input; a run knows its own")
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    command.add_argument("--plot", type=Path, metavar="FILE", help="write the spectra as a picture")
-    command.add_argument(
+    export = add("export", _export, "write the model of a run as a file that needs nothing of ours", _AFTERWARDS, moved)
+    report = add("report", _report, "write a run as one HTML page with pictures", _MOVED, moved)
+    for command in (certify, attack, export, report):
+        command.add_argument("path", type=Path, metavar="RUN", help="directory of the run")
+    attack.add_argument("--attack", choices=list(training.ATTACKS), default="pgd", help="default pgd")
+    for command in (certify, attack):
+        command.add_argument("--samples", type=int, metavar="N", help="images, evenly spread; default all")
+        command.add_argument("--epsilons", type=_radius, nargs="+", metavar="R", help="radii, such as 0.5 or 36/255")
+    export.add_argument("--format", choices=list(FORMATS), default="torch", help="default torch")
+
+    audit = add("audit", _audit, "check a network layer by layer, and bound its Lipschitz constant", _AFTERWARDS)
+    audit.add_argument("model", metavar="MODEL", help="directory of a run, checkpoint, or package.module:factory")
+    audit.add_argument("--factory", metavar="MODULE:NAME", help="what makes the model of a checkpoint that is not ours")
+    audit.add_argument("--input-shape", type=_shape, metavar="C,H,W", help="one input; a run knows its own")
+    audit.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    audit.add_argument("--plot", type=Path, metavar="FILE", help="write the spectra as a picture")
+    audit.add_argument(
         "--spectra", action=argparse.BooleanOptionalAction, default=None,
         help="every singular value of every layer; unless said otherwise for a run, whose report shows them",
     )  # fmt: skip
-
-
-def _add_export(commands: Any) -> None:
-    summary = "write the model of a run as a file that needs nothing of ours"
-    command = _command(commands, "export", _export, summary, _AFTERWARDS)
-    _add_run(command)
-    command.add_argument("--format", choices=list(FORMATS), default="torch", help="default torch")
-
-
-def _add_run(command: argparse.ArgumentParser) -> None:
-    command.add_argument("path", type=Path, metavar="RUN", help="directory of the run")
-    command.epilog = "Data that has moved since: --data.root DIR"
-
-
-def _add_samples(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--samples", type=int, metavar="N", help="images, evenly spread; default all")
-    command.add_argument("--epsilons", type=_radius, nargs="+", metavar="R", help="radii, such as 0.5 or 36/255")
+    return parser
 
 
 # Of one input: more of either is beyond torch, or beyond any memory.
@@ -234,31 +197,31 @@ def _radius(text: str) -> float:
     return radius
 
 
-def _recipes(options: argparse.Namespace, overrides: Overrides) -> None:
+def _recipes(options: argparse.Namespace, overrides: Mapping[str, object]) -> None:
     found = training.recipes()
     width = max(map(len, found))
     for name, summary in found.items():
         print(f"{name:<{width}}  {summary}")
 
 
-def _train(options: argparse.Namespace, overrides: Overrides) -> None:
+def _train(options: argparse.Namespace, overrides: Mapping[str, object]) -> None:
     if options.resume is None:
         run = training.train(training.read_recipe(options.recipe or "digits", overrides), options.out)
     elif options.recipe or options.out:
         raise ValueError("--resume takes recipe and directory from the run: leave out RECIPE and --out")
     else:
         run = training.resume(options.resume, overrides)
-    if training.leads():
+    if training.is_main_process():
         print(run.path)
 
 
-def _certify(options: argparse.Namespace, overrides: Overrides) -> None:
+def _certify(options: argparse.Namespace, overrides: Mapping[str, object]) -> None:
     run = training.load_run(options.path, overrides)
     training.certify_run(run, samples=options.samples, epsilons=options.epsilons, show=_show)
     print(f"written to {run.path / 'certificate.json'}")
 
 
-def _attack(options: argparse.Namespace, overrides: Overrides) -> None:
+def _attack(options: argparse.Namespace, overrides: Mapping[str, object]) -> None:
     run = training.load_run(options.path, overrides)
     report = training.attack_run(
         run, attack=options.attack, samples=options.samples, epsilons=options.epsilons, show=_show
@@ -267,7 +230,7 @@ def _attack(options: argparse.Namespace, overrides: Overrides) -> None:
     report.check()
 
 
-def _audit(options: argparse.Namespace, overrides: Overrides) -> None:
+def _audit(options: argparse.Namespace, overrides: Mapping[str, object]) -> None:
     if options.json is not None:
         check_writable(options.json)
     if options.plot is not None:
@@ -295,12 +258,13 @@ def _audit(options: argparse.Namespace, overrides: Overrides) -> None:
         plot_spectra(report, options.plot)
 
 
-def _report(options: argparse.Namespace, overrides: Overrides) -> None:
-    images, why = recipe_images(options.path, overrides.get("data.root"))
+def _report(options: argparse.Namespace, overrides: Mapping[str, object]) -> None:
+    root = overrides.get("data.root")
+    images, why = recipe_images(options.path, None if root is None else str(root))
     print(write_report(options.path, images, why_no_images=why))
 
 
-def _export(options: argparse.Namespace, overrides: Overrides) -> None:
+def _export(options: argparse.Namespace, overrides: Mapping[str, object]) -> None:
     path, difference = training.export_run(training.load_run(options.path, overrides), options.format)
     print(f"{path}\nread back and compared: outputs differ by at most {difference:.1e}")
 

@@ -1,4 +1,4 @@
-"""Models in plain torch, and in files that need nothing of ours."""
+"""Models in plain torch, and in files that run without this library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,17 @@ from torch.nn.utils import parametrize
 from trysquare.files import write_whole
 
 
+@runtime_checkable
+class PlainLayer(Protocol):
+    """A layer or block that says what it is in plain torch."""
+
+    def as_torch(self) -> nn.Module:
+        """Return the same function, with the weights that it has now, in layers of ``torch.nn``."""
+        ...
+
+
 def to_torch(model: nn.Module, *, keep: tuple[type[nn.Module], ...] = ()) -> nn.Module:
-    """Copy a model with every layer of ours replaced by plain ``torch.nn`` layers of the same function.
+    """Copy a model with every layer of this library replaced by plain ``torch.nn`` layers of the same function.
 
     Replaced is every module that has a method ``as_torch``, which returns a plain module: layers
     and blocks whose weights are functions of free tensors. Activations, pooling and the like have
@@ -30,7 +39,7 @@ def to_torch(model: nn.Module, *, keep: tuple[type[nn.Module], ...] = ()) -> nn.
 
     Args:
         model: any model.
-        keep: classes of ours that are copied as they are.
+        keep: classes of this library that are copied as they are.
 
     Raises:
         ValueError: if the model holds a convolution whose kernel depends on the size of the image.
@@ -41,9 +50,9 @@ def to_torch(model: nn.Module, *, keep: tuple[type[nn.Module], ...] = ()) -> nn.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    modules: list[Any] = [m for m in model.modules() if not isinstance(m, keep)]
+    modules = [m for m in model.modules() if not isinstance(m, keep)]
     # A copy that is given beforehand replaces the module wherever it occurs.
-    replaced: dict[int, Any] = {id(m): m.as_torch() for m in modules if callable(getattr(m, "as_torch", None))}
+    replaced: dict[int, object] = {id(m): m.as_torch() for m in modules if isinstance(m, PlainLayer)}
     return copy.deepcopy(model, replaced)
 
 
@@ -51,7 +60,7 @@ def with_fixed_weights(model: nn.Module) -> nn.Module:
     """Copy a model with every parametrized tensor replaced by its present value, and no gradients for parameters.
 
     The layers stay what they are (``to_torch`` also makes them plain), so the copy computes the same function bit for
-    bit, builds no weights, and can be cast to float64 without their being built anew. Fourier layers, whose weights
+    bit, builds no weights, and can be cast to float64 without being built again. Fourier layers, whose weights
     depend on the image size, are copied as they are. The original is not touched.
 
     >>> copy = ts.export.with_fixed_weights(nn.Sequential(OrthoLinear(4, 4)))
@@ -76,7 +85,7 @@ def _fix(module: Any, values: dict[str, torch.Tensor]) -> None:
 
 
 FORMATS = {"torch": "model.pt2", "onnx": "model.onnx"}
-"""File formats that need nothing of ours to run, with the usual name of a file."""
+"""File formats that run without this library, with the usual name of a file."""
 
 # Largest difference of outputs at which a file counts as the same function.
 _SAME = 1e-5

@@ -23,13 +23,14 @@ from itertools import chain, zip_longest
 from math import gcd, prod
 from operator import index
 
+Size = int | Sequence[int]
 Sizes = tuple[int, ...]
 Pads = tuple[tuple[int, int], ...]
 PADDING_MODES = ("circular", "zeros")
 
 
 def per_axis(name: str, value: int | Sequence[int], dims: int, least: int = 1) -> Sizes:
-    """``value`` as ``dims`` integers, each at least ``least``; an integer stands for all axes.
+    """Return ``value`` as ``dims`` integers, each at least ``least``; an integer stands for all axes.
 
     >>> per_axis("stride", 2, 3)
     (2, 2, 2)
@@ -48,7 +49,7 @@ def per_axis(name: str, value: int | Sequence[int], dims: int, least: int = 1) -
 
 
 def per_axis_each(dims: int, **values: int | Sequence[int]) -> tuple[Sizes, ...]:
-    """Each of the named values as ``dims`` integers, at least 1, in the order given.
+    """Return each of the named values as ``dims`` integers, at least 1, in the order given.
 
     >>> from trysquare.nn.geometry import per_axis_each
     >>> per_axis_each(2, kernel_size=3, stride=(1, 2))
@@ -58,13 +59,13 @@ def per_axis_each(dims: int, **values: int | Sequence[int]) -> tuple[Sizes, ...]
 
 
 def positive(name: str, value: int) -> int:
-    """``value`` as an integer, if it is a positive one."""
+    """Return ``value`` as an integer, if it is a positive one."""
     (size,) = per_axis(name, value, 1)
     return size
 
 
 def number(name: str, value: float) -> float:
-    """``value`` as a number.
+    """Return ``value`` as a number.
 
     Raises:
         TypeError: if it is something else.
@@ -92,7 +93,7 @@ def check_groups(groups: int, **channels: int) -> None:
 
 
 def window_overlap(kernel_size: Sizes, stride: Sizes, dilation: Sizes) -> int:
-    """Largest number of windows that read the same input.
+    """Return the largest number of windows that read the same input.
 
     >>> from trysquare.nn.geometry import window_overlap
     >>> window_overlap((3, 3), (2, 1), (1, 1))
@@ -101,13 +102,38 @@ def window_overlap(kernel_size: Sizes, stride: Sizes, dilation: Sizes) -> int:
     return prod(-(-k * gcd(s, d) // s) for k, s, d in zip(kernel_size, stride, dilation, strict=True))
 
 
+def extent(kernel_size: Sequence[int], dilation: Sequence[int]) -> Sizes:
+    """Return the positions from the first tap to the last, both included, on each axis.
+
+    >>> from trysquare.nn.geometry import extent
+    >>> extent((3, 1), (2, 2))
+    (5, 1)
+    """
+    return tuple(d * (k - 1) + 1 for k, d in zip(kernel_size, dilation, strict=True))
+
+
+def check_padding_mode(mode: str) -> None:
+    """Refuse boundaries under which a convolution amplifies more than its kernel.
+
+    Raises:
+        ValueError: if ``mode`` is not one of ``PADDING_MODES``.
+    """
+    if mode in ("reflect", "replicate"):
+        raise ValueError(
+            f"padding_mode={mode!r} repeats pixels, which amplifies them: no kernel makes it 1-Lipschitz; use "
+            "'circular' (orthogonal) or 'zeros' (1-Lipschitz)"
+        )
+    if mode not in PADDING_MODES:
+        raise ValueError(f"padding_mode={mode!r} must be one of {', '.join(map(repr, PADDING_MODES))}")
+
+
 def flat_pads(pads: Pads) -> list[int]:
-    """Torch's order: last axis first, left before right."""
+    """Return padding in torch's order: last axis first, left before right."""
     return [amount for pad in reversed(pads) for amount in pad]
 
 
 def same_pads(extent: Sizes, stride: Sizes) -> Pads:
-    """Padding that makes outputs of size ``input / stride``, for windows that extend over so many positions.
+    """Return the padding that makes outputs of size ``input / stride``, for windows of such an extent.
 
     Without a stride the right side has the odd position, as in torch. With one both sides are alike, so that torch has
     an argument for it; together they are what is missing, or one more.
@@ -192,7 +218,7 @@ class ConvGeometry:
 
     @property
     def _in_name(self) -> str:
-        """What the user calls the input channels: a transposed layer reads the outputs of its convolution."""
+        """The user's name for the input channels: a transposed layer reads the outputs of its convolution."""
         return "out_channels" if self.transposed else "in_channels"
 
     @property
@@ -233,7 +259,7 @@ class ConvGeometry:
     @cached_property
     def extent(self) -> Sizes:
         """Positions from the first tap to the last, both included, on each axis."""
-        return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel_size, self.dilation, strict=True))
+        return extent(self.kernel_size, self.dilation)
 
     @cached_property
     def _full_reach(self) -> Sizes:
@@ -307,7 +333,7 @@ class ConvGeometry:
         return (self.out_channels, self.group_in, *self.kernel_size)
 
     def pads(self, padding: str | int | Sequence[int], mode: str) -> Pads:
-        """Left and right padding of every axis, checked against ``mode``.
+        """Return the left and right padding of every axis, checked against ``mode``.
 
         Args:
             padding: ``"same"``, ``"valid"``, or torch's integers.
@@ -320,13 +346,7 @@ class ConvGeometry:
         >>> ConvGeometry(4, 4, (3, 2), (1, 1), (1, 1)).pads("same", "circular")
         ((1, 1), (0, 1))
         """
-        if mode not in PADDING_MODES:
-            raise ValueError(
-                f"padding_mode={mode!r} repeats pixels, which amplifies them: no kernel makes it 1-Lipschitz; use "
-                "'circular' (orthogonal) or 'zeros' (1-Lipschitz)"
-                if mode in ("reflect", "replicate")
-                else f"padding_mode={mode!r} must be one of {', '.join(map(repr, PADDING_MODES))}"
-            )
+        check_padding_mode(mode)
         same = isinstance(padding, str) and padding == "same"
         pads = same_pads(self.extent, self.stride) if same else self._given_pads(padding)
         if mode == "circular":

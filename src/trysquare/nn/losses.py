@@ -26,7 +26,7 @@ _FLAT = 1e-4
 
 
 def margin_for_radius(radius: float, lipschitz: float = 1.0, scale: float = 1.0) -> float:
-    """Difference of logits that certifies an l2 radius: ``√2 · radius · lipschitz / scale``.
+    """Return the difference of logits that certifies an l2 radius: ``√2 · radius · lipschitz / scale``.
 
     A network of constant ``L`` behind a division of the pixels by ``α`` is ``L/α``-Lipschitz in the pixels, so the
     difference ``m`` of two of its logits is certified up to ``ε = m α / (√2 L)``. The paper prints ``m = ε√2 / (αL)``;
@@ -69,7 +69,7 @@ def _check_number(name: str, value: float, *, positive: bool = False, most: floa
 
 
 class Loss(nn.Module):
-    """A loss of logits and labels: what is shared.
+    """What all losses of logits and labels share.
 
     Args:
         reduction: ``"mean"``, ``"sum"`` or ``"none"`` over the batch.
@@ -82,7 +82,7 @@ class Loss(nn.Module):
         self.reduction = reduction
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss.
+        """Return the loss.
 
         Args:
             logits: ``(batch, classes)``.
@@ -105,7 +105,6 @@ class Loss(nn.Module):
         return values.mean() if self.reduction == "mean" else values.sum()
 
     def extra_repr(self) -> str:
-        """The numbers."""
         numbers = {name: value for name, value in vars(self).items() if type(value) in (int, float)}
         return ", ".join(f"{name}={value:g}" for name, value in numbers.items() if not name.startswith("_"))
 
@@ -147,12 +146,12 @@ def _true(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _is_true(logits: Tensor, labels: Tensor) -> Tensor:
-    """Which entries of the logits are those of the labels."""
+    """Return a mask of the entries of the logits that belong to the labels."""
     return torch.zeros_like(logits, dtype=torch.bool).scatter(1, labels.unsqueeze(1), True)
 
 
 def _pair_constants(labels: Tensor, logits: Tensor, head: Tensor | None) -> Tensor:
-    """Lipschitz constants of ``z_y - z_j`` for features of constant 1, ``(batch, classes)``; 0 where ``j = y``."""
+    """Return the constants ``(batch, classes)`` of ``z_y - z_j`` for 1-Lipschitz features; 0 for ``j = y``."""
     if head is None:
         return torch.where(_is_true(logits, labels), 0.0, _SQRT2).to(logits)
     rows = _widened(head)
@@ -184,7 +183,7 @@ class OffsetCrossEntropy(Loss):
         self.margin, self.temperature = margin, temperature
 
     def per_sample(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Loss of each sample."""
+        """Return the loss of each sample."""
         return self.temperature * _offset_cross_entropy(logits, labels, self.margin, self.temperature)
 
 
@@ -204,7 +203,7 @@ class CosineLoss(Loss):
     """
 
     def per_sample(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Loss of each sample."""
+        """Return the loss of each sample."""
         # No scale changes the cosine, so none has to be differentiated: squares neither overflow nor vanish.
         unit = logits / logits.detach().abs().amax(1, keepdim=True).clamp_min(_FLAT)
         norms = unit.square().sum(1).clamp_min(1.0).sqrt()
@@ -212,7 +211,7 @@ class CosineLoss(Loss):
 
 
 class _HKR(Loss):
-    """Hinge and Kantorovich-Rubinstein: what the variants share."""
+    """What the variants of the hinge-Kantorovich-Rubinstein loss share."""
 
     def __init__(self, alpha: float = 0.9, min_margin: float = 1.0, *, reduction: str = "mean") -> None:
         super().__init__(reduction=reduction)
@@ -244,7 +243,7 @@ class BinaryHKR(_HKR):
     """
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss.
+        """Return the loss.
 
         Args:
             logits: ``f``, of shape ``(batch,)`` or ``(batch, 1)``.
@@ -260,14 +259,14 @@ class BinaryHKR(_HKR):
             return self._reduced(self.per_sample(_widened(logits).flatten(), labels))
 
     def per_sample(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Terms whose mean is the loss."""
+        """Return terms whose mean is the loss."""
         positive = labels > 0
         signs = torch.where(positive, 1.0, -1.0).to(logits)
         return self._mixed(self._hinge(signs * logits), _kantorovich_rubinstein(logits, positive))
 
 
 def _kantorovich_rubinstein(values: Tensor, positive: Tensor) -> Tensor:
-    """Terms whose mean over the batch is the mean of the positive less that of the other values."""
+    """Return terms whose mean over the batch is the mean of the positive values less that of the others."""
     counts = positive.sum(0, keepdim=True).to(values), (~positive).sum(0, keepdim=True).to(values)
     weights = torch.where(positive, 1 / counts[0].clamp_min(1), -1 / counts[1].clamp_min(1))
     return len(values) * weights * values
@@ -285,7 +284,7 @@ class MulticlassHKR(_HKR):
     """
 
     def per_sample(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Terms whose mean is the loss."""
+        """Return terms whose mean is the loss."""
         true = _is_true(logits, labels)
         hinge = self._hinge(torch.where(true, logits, -logits)) * torch.where(true, logits.shape[1] - 1, 1)
         return self._mixed(hinge, _kantorovich_rubinstein(logits, true)).mean(1)
@@ -313,7 +312,7 @@ class SoftHKR(_HKR):
         self.temperature = temperature
 
     def per_sample(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Loss of each sample."""
+        """Return the loss of each sample."""
         true = _true(logits, labels).squeeze(1)
         size = logits.detach().abs().mean().clamp_min(self.min_margin)
         scaled = self.temperature * self.min_margin / size * logits
@@ -343,7 +342,7 @@ class LogSumExpHKR(_HKR):
         self.penalty = penalty
 
     def per_sample(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Loss of each sample."""
+        """Return the loss of each sample."""
         true, rivals = _true(logits, labels).squeeze(1), logits.shape[1] - 1
         # Of one number the smooth maximum is that number, for every t.
         sharpness = math.log(rivals) / (self.penalty * self.min_margin / 2) if rivals > 1 else 1.0
@@ -353,7 +352,7 @@ class LogSumExpHKR(_HKR):
 
 
 class _HeadLoss(Loss):
-    """A loss that knows how sensitive differences of logits are: what both of them share.
+    """What the two losses share that know how sensitive differences of logits are.
 
     ``forward`` takes the weight of the last layer, if it is linear, and ``lipschitz`` is then that of the features.
     """
@@ -364,7 +363,7 @@ class _HeadLoss(Loss):
         self.lipschitz = lipschitz
 
     def forward(self, logits: Tensor, labels: Tensor, head: Tensor | None = None) -> Tensor:
-        """The loss.
+        """Return the loss.
 
         Args:
             logits: ``(batch, classes)``.
@@ -384,12 +383,12 @@ class _HeadLoss(Loss):
             return self._reduced(self.per_sample(_widened(logits), labels.long(), head))
 
     def per_sample(self, logits: Tensor, labels: Tensor, head: Tensor | None = None) -> Tensor:
-        """Loss of each sample."""
+        """Return the loss of each sample."""
         return self.per_pair(logits, labels, self.lipschitz * _pair_constants(labels, logits, head))
 
     @abstractmethod
     def per_pair(self, logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
-        """Loss of each sample, from the Lipschitz constants of ``z_y - z_j``."""
+        """Return the loss of each sample, from the Lipschitz constants of ``z_y - z_j``."""
 
 
 class EMMALoss(_HeadLoss):
@@ -418,7 +417,7 @@ class EMMALoss(_HeadLoss):
         self.radius, self.floor = radius, floor
 
     def per_pair(self, logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
-        """Loss of each sample."""
+        """Return the loss of each sample."""
         reach = self.radius * constants
         margins = (_true(logits, labels) - logits).detach()
         share = (margins / torch.where(reach > 0, reach, 1.0).detach()).clamp(self.floor, 1.0)
@@ -447,7 +446,7 @@ class LogitAnnealing(Loss):
         self.temperature, self.offset, self.beta = temperature, offset, beta
 
     def per_sample(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Loss of each sample."""
+        """Return the loss of each sample."""
         entropy = _offset_cross_entropy(logits, labels, self.offset, self.temperature)
         # Powers below 1 have no slope at 0.
         doubt = -torch.expm1(-entropy.clamp_min(torch.finfo(entropy.dtype).tiny))
@@ -483,7 +482,7 @@ class CertificateRegularizer(_HeadLoss):
         self.base = OffsetCrossEntropy(margin=0.0, temperature=1.0) if base is None else base
 
     def per_pair(self, logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
-        """Loss of each sample."""
+        """Return the loss of each sample."""
         margins, usable = _true(logits, labels) - logits, constants > 0
         radii = torch.where(usable, margins / torch.where(usable, constants, 1.0), math.inf).amin(1)
         # No radius where all rows of the head are alike: nothing changes the answer.
@@ -504,7 +503,7 @@ LOSSES: dict[str, type[Loss]] = {
 
 
 def make_loss(name: str, **params: Any) -> Loss:
-    """A loss by its name in ``LOSSES``.
+    """Return a loss by its name in ``LOSSES``.
 
     Raises:
         ValueError: if there is no such loss, or it has no such parameter; names the nearest one.

@@ -70,7 +70,7 @@ class ProjUNN(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
-        """One step for every parameter that has a gradient.
+        """Take a step with every parameter that has a gradient.
 
         Args:
             closure: evaluates the model again and returns the loss.
@@ -105,7 +105,7 @@ class ProjUNN(torch.optim.Optimizer):
         return gradient / (unbiased.sqrt() + group["eps"])
 
 
-def _check_options(lr: Any, rank: Any, alpha: float) -> None:
+def _check_options(lr: float, rank: int, alpha: float) -> None:
     if not 0 <= lr < math.inf:
         raise ValueError(f"lr={lr!r} must be finite and not negative")
     positive("rank", rank)

@@ -21,10 +21,10 @@ from trysquare.progress import track
 from trysquare.verify.certification import (
     Certificate,
     Data,
-    _checked_epsilons,
-    _checked_labels,
-    _checked_logits,
     batches_of,
+    checked_epsilons,
+    checked_labels,
+    checked_logits,
     checked_number,
     evaluating,
     pairs,
@@ -39,13 +39,13 @@ Attack = Callable[..., Tensor]
 
 # Balls are shrunk by this much, so that the rounding of a norm in float64 does not matter.
 _INSIDE = 1 - 1e-12
-# Of a projection, which seldom takes more than five; fewer than it takes are safe.
+# Rounds of a projection, which seldom takes more than five; stopping earlier is safe.
 _ROUNDS = 30
 # Largest radius without a box: squares must fit in float64.
 _LARGEST = 1e100
-# Classes that an attack looks at, strongest first.
+# Classes that an attack tries for, strongest first.
 _RIVALS = 10
-# Of a report, one number for each radius.
+# Columns of a report, with one number for each radius.
 _COLUMNS = ("epsilons", "certified", "attacked")
 # Stands for an infinite certified radius.
 _FAR = 1e6
@@ -77,11 +77,11 @@ def pgd_l2(
         model: images to logits; it is attacked in eval mode, and its gradients are left alone.
         images: ``(batch, ...)``, inside of ``box``.
         labels: ``(batch,)``.
-        radius: of the ball; a number, or one for each image.
-        steps: of each run.
+        radius: radius of the ball; a number, or one for each image.
+        steps: steps of each run.
         restarts: number of runs, at least 1.
         box: range of a pixel, or ``None``.
-        generator: where random starts come from, on the CPU.
+        generator: source of the random starts, on the CPU.
 
     Returns:
         Images of the shape and dtype of ``images``, for which in float64 ``|result - image| <= radius`` holds exactly,
@@ -115,8 +115,8 @@ def pgd_l2(
     return region.moved(best).to(images.device)
 
 
-def _check_attacked(model: Any, images: Any, box: Any) -> None:
-    """Refuse what an attack cannot be made on."""
+def _check_attacked(model: nn.Module, images: Tensor, box: Box) -> None:
+    """Refuse models, images and boxes that cannot be attacked."""
     require_plain_module(model)
     if not isinstance(images, Tensor):
         raise TypeError(f"images must be a tensor (batch, ...), not {type(images).__name__}")
@@ -127,8 +127,8 @@ def _check_attacked(model: Any, images: Any, box: Any) -> None:
         raise ValueError(f"box={shown(box)} must be a smallest and a largest value of a pixel, or None")
 
 
-def _is_number(value: Any) -> bool:
-    """Whether it is a float or infinite; an integer may be beyond all of them."""
+def _is_number(value: object) -> bool:
+    """Whether a value is a number that a float can hold; an integer may be beyond all of them."""
     return isinstance(value, int | float) and (value in (-math.inf, math.inf) or abs(value) <= sys.float_info.max)
 
 
@@ -145,13 +145,13 @@ class _Region:
         self.still = torch.zeros_like(self.origin)
 
     def _room(self, move: Tensor) -> Tensor:
-        """How far each coordinate may go in the direction of the move."""
+        """Return how far each coordinate may go in the direction of the move."""
         if self.box is None:
             return torch.full_like(move, math.inf)
         return torch.where(move > 0, self.box[1] - self.origin, self.origin - self.box[0])
 
     def projected(self, move: Tensor) -> Tensor:
-        """The nearest move that stays inside.
+        """Return the nearest move that stays inside.
 
         By the conditions of Karush, Kuhn and Tucker it is ``clip(s · move)`` for the largest ``s <= 1`` that is in the
         ball, and with the clipped coordinates known that is a quadratic equation for ``s``. Starting from none, the
@@ -173,14 +173,14 @@ class _Region:
         return scaled.copysign(move)
 
     def random_move(self, generator: torch.Generator | None) -> Tensor:
-        """To the edge of the ball, in a uniformly distributed direction, as far as the box allows."""
+        """Move to the edge of the ball in a uniformly distributed direction, as far as the box allows."""
         noise = torch.randn(self.images.shape, dtype=torch.float64, generator=generator).to(self.images.device)
         return self.projected(noise * _as_columns(self.radii / _norms(noise).clamp_min(1e-300), noise))
 
     def moved(self, move: Tensor) -> Tensor:
-        """The images after a move, in their dtype, each coordinate rounded towards where it was.
+        """Return the images after a move, in their dtype.
 
-        So rounding adds no distance.
+        Each coordinate is rounded towards where it was, so that rounding adds no distance.
         """
         rounded = (self.origin + move).to(self.images.dtype)
         too_far = (rounded.double() - self.origin).abs() > move.abs()
@@ -189,7 +189,7 @@ class _Region:
 
 
 def _as_columns(values: Tensor, like: Tensor) -> Tensor:
-    """``(batch,)`` as ``(batch, 1, ...)``."""
+    """Return ``(batch,)`` as ``(batch, 1, ...)``."""
     return values.view(-1, *(1,) * (like.ndim - 1))
 
 
@@ -198,7 +198,7 @@ def _norms(differences: Tensor) -> Tensor:
 
 
 def _checked_radii(radius: float | Tensor, images: Tensor, box: Box) -> Tensor:
-    """One radius for each image, in float64 and at most the diagonal of the box."""
+    """Return a radius for each image, in float64 and at most the diagonal of the box."""
     if images.ndim < 2 or not images.is_floating_point() or not bool(images.isfinite().all()):
         raise ValueError(
             f"images of shape {tuple(images.shape)} and {images.dtype} must be floating point, finite and (batch, ...)"
@@ -231,22 +231,22 @@ class _Target:
         self.model, self.region = with_fixed_weights(model), region
         self.given = prepared(model, region.images, tuple(region.images.shape[1:]))
         with torch.no_grad():
-            self.clean = _checked_logits(self.model(self.given))
-        self.labels = _checked_labels(labels, self.clean).to(self.given.device)
+            self.clean = checked_logits(self.model(self.given))
+        self.labels = checked_labels(labels, self.clean).to(self.given.device)
 
     def logits(self, move: Tensor) -> Tensor:
         with torch.no_grad():
             return self.model(self.region.moved(move).to(self.given))
 
     def margins(self, logits: Tensor, rival: Tensor | None = None) -> Tensor:
-        """``z_y`` less the logit of the rival, or of the strongest other class."""
+        """Return ``z_y`` less the logit of the rival, or of the strongest other class."""
         true = logits.gather(1, self.labels.unsqueeze(1)).squeeze(1)
         if rival is not None:
             return true - logits.gather(1, rival.unsqueeze(1)).squeeze(1)
         return true - logits.scatter(1, self.labels.unsqueeze(1), -math.inf).amax(1)
 
     def gradient(self, move: Tensor, rival: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Logits, and the gradients of the margins in float64; 0 where they are not numbers."""
+        """Return logits, and the gradients of the margins in float64, with 0 for what is not a number."""
         given = self.region.moved(move).to(self.given).requires_grad_()
         with torch.enable_grad():
             logits = self.model(given)
@@ -254,7 +254,7 @@ class _Target:
         return logits.detach(), gradient.double().nan_to_num(0.0, 0.0, 0.0)
 
     def rival(self, place: int) -> Tensor:
-        """The class at this place in the order in which they are in danger of winning, of each image."""
+        """Return for each image the class that is so many places behind the one most likely to win."""
         return self._order[:, place % self._order.shape[1]]
 
     @cached_property
@@ -265,13 +265,13 @@ class _Target:
         return strongest.gather(1, expected.argsort(1))
 
     def _expected(self, rival: Tensor) -> Tensor:
-        """The margin at the edge of the ball, if the model were linear."""
+        """Return the margin that a linear model would have at the edge of the ball."""
         logits, gradient = self.gradient(self.region.still, rival)
         return self.margins(logits, rival).double() - self.region.radii * _norms(gradient)
 
 
 def _descend(target: _Target, start: Tensor, rival: Tensor | None, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Moves of one run, and the true margins there."""
+    """Yield the moves of one run, and the true margins there."""
     move = start
     for step in range(steps):
         logits, gradient = target.gradient(move, rival)
@@ -282,7 +282,7 @@ def _descend(target: _Target, start: Tensor, rival: Tensor | None, steps: int) -
 
 
 def _normalised(gradient: Tensor) -> Tensor:
-    """Of norm 1, or 0."""
+    """Scale each gradient to norm 1, unless it is 0."""
     largest = _as_columns(gradient.flatten(1).abs().amax(1), gradient)
     scaled = gradient / torch.where(largest > 0, largest, 1.0)  # so that squares do not vanish
     return scaled / _as_columns(_norms(scaled).clamp_min(1.0), scaled)
@@ -305,12 +305,12 @@ def autoattack_l2(
         model: images to logits; it is attacked in eval mode.
         images: ``(batch, channels, height, width)`` in ``[0, 1]``.
         labels: ``(batch,)``.
-        radius: of the ball, the same for all, positive.
+        radius: radius of the ball, positive and the same for all images.
         attacks: some of ``apgd-ce``, ``apgd-dlr``, ``apgd-t``, ``fab``, ``fab-t``, ``square``; unless given the
             standard four, or for fewer than 4 classes those that work there.
         box: must be ``(0, 1)``, which is what the package knows.
-        batch_size: of the evaluation.
-        seed: of its random numbers; those of torch are left as they were.
+        batch_size: batch size of the evaluation.
+        seed: seed of its random numbers; those of torch are left as they were.
 
     Returns:
         Images of the shape and dtype of ``images``, projected as those of ``pgd_l2`` are.
@@ -366,11 +366,11 @@ class Violation:
     """A sample that was given another class inside of its certified radius.
 
     Attributes:
-        index: of the sample in the data.
-        radius: certified.
-        distance: at which another class was found.
-        label: of the sample.
-        prediction: what it was turned into.
+        index: index of the sample in the data.
+        radius: its certified radius.
+        distance: distance at which another class was found.
+        label: its label.
+        prediction: the class that was found.
     """
 
     index: int
@@ -381,7 +381,7 @@ class Violation:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Violation:
-        """A violation from its part of the report's JSON."""
+        """Read a violation from its part of a report in JSON."""
         radius, distance = (or_infinite(content[name]) for name in ("radius", "distance"))
         index, label, prediction = (int(content[name]) for name in ("index", "label", "prediction"))
         return cls(index, radius, distance, label, prediction)
@@ -393,10 +393,10 @@ class AttackReport:
 
     Attributes:
         epsilons: radii.
-        certified: certified accuracy at each of them.
-        attacked: accuracy under attack at each of them.
+        certified: certified accuracy at each radius.
+        attacked: accuracy under attack at each radius.
         clean: accuracy without attack.
-        samples: how many there are.
+        samples: number of samples.
         violations: samples that disprove the certificate.
     """
 
@@ -408,10 +408,10 @@ class AttackReport:
     violations: tuple[Violation, ...]
 
     def check(self) -> None:
-        """Nothing, if no attack got inside of a certified radius and certified <= attacked <= clean at each radius.
+        """Check that no attack got inside of a certified radius, and certified <= attacked <= clean at each radius.
 
         Raises:
-            CertificateError: otherwise; the certificate is wrong, or the model or the data is another one.
+            CertificateError: if not; the certificate is wrong, or the model or the data is another one.
         """
         if self.violations:
             first = self.violations[0]
@@ -428,15 +428,15 @@ class AttackReport:
                 )
 
     def to_json(self) -> str:
-        """Everything as JSON; infinite radii become ``null``. ``from_json`` reads it."""
+        """Return everything as JSON; infinite radii become ``null``. ``from_json`` reads it."""
         return json.dumps(without_infinities(asdict(self)), indent=2, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> AttackReport:
-        """A report from what ``to_json`` wrote.
+        """Return the report that ``to_json`` wrote.
 
         Raises:
-            ValueError: if it is not that.
+            ValueError: if the text is something else.
         """
         try:
             content: dict[str, Any] = json.loads(text)
@@ -498,7 +498,7 @@ def attack_report(
         raise TypeError(f"certificate must be what certify returned, not {type(certificate).__name__}")
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size={shown(batch_size)} must be an integer, at least 1")
-    radii = tuple(sorted(_checked_epsilons(certificate.epsilons if epsilons is None else epsilons)))
+    radii = tuple(sorted(checked_epsilons(certificate.epsilons if epsilons is None else epsilons)))
     batches, total = batches_of(data, batch_size)
     results, start = [], 0
     for images, labels in track(pairs(batches), "attacking", total):
@@ -543,7 +543,7 @@ def _attack_batch(
     attack: Attack,
     box: Box,
 ) -> tuple[Tensor, Tensor]:
-    """Smallest distance at which each sample was given another class (0 if it is wrong, else inf), and that class."""
+    """Return the distance at which each sample fell (0 if it is wrong, inf if it did not), and the class it became."""
     found, truth = torch.full(labels.shape, math.inf, dtype=torch.float64), labels.cpu().long()
     answers = truth.clone()
 
@@ -566,4 +566,4 @@ def _attack_batch(
 
 def _predictions(model: nn.Module, images: Tensor) -> Tensor:
     with evaluating(model), torch.no_grad():
-        return _checked_logits(model(prepared(model, images, tuple(images.shape[1:])))).argmax(1)
+        return checked_logits(model(prepared(model, images, tuple(images.shape[1:])))).argmax(1)

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ def certified_radius(
     *,
     error: float | Tensor = 0.0,
 ) -> Tensor:
-    """Distance that an input must at least be moved (l2) before its class can be another one than its label.
+    """Return how far an input must at least be moved (l2) before its class can differ from its label.
 
     ``min_j (z_y - z_j - error) / C_yj`` over the other classes, where ``C_yj`` is the Lipschitz constant of ``z_y -
     z_j``: ``√2 · lipschitz`` in general, and ``lipschitz · |w_y - w_j|`` if the last layer is linear with rows ``w``.
@@ -84,8 +84,8 @@ def certified_radius(
     >>> certified_radius(torch.tensor([[3.0, 1.0]]), torch.tensor([0]), head=torch.eye(2)).round(decimals=4)
     tensor([1.4142], dtype=torch.float64)
     """
-    values = _checked_logits(logits)
-    classes = _checked_labels(labels, logits)
+    values = checked_logits(logits)
+    classes = checked_labels(labels, logits)
     lipschitz = checked_number("lipschitz", lipschitz)
     if head is None:
         pairs = torch.full((values.shape[1],) * 2, _SQRT2_UP, dtype=torch.float64)
@@ -101,8 +101,8 @@ def certified_radius(
     return _radii(margins, pairs[classes], lipschitz, classes, shrink)
 
 
-def checked_number(name: str, value: Any) -> float:
-    """A number that is at least 0, and may be infinite; also one in a tensor.
+def checked_number(name: str, value: object) -> float:
+    """Return ``value`` as a float; it may be infinite, and may come in a tensor.
 
     Raises:
         TypeError: if it is no number.
@@ -116,7 +116,7 @@ def checked_number(name: str, value: Any) -> float:
     if not real:
         raise TypeError(f"{name}={shown(value)} must be a number, at least 0")
     try:
-        number = float(value)
+        number = float(cast("float", value))
     except OverflowError:
         number = math.nan
     if not number >= 0:
@@ -139,16 +139,16 @@ def _checked_errors(error: float | Tensor, samples: int) -> Tensor:
 
 
 def _radii(margins: Tensor, distances: Tensor, lipschitz: float, labels: Tensor, exponent: int) -> Tensor:
-    """``min_j margin_j 2^exponent / (lipschitz · distance_j)`` over the classes other than the label, rounded down.
+    """Return ``min_j margin_j 2^exponent / (lipschitz · distance_j)`` over the other classes, rounded down.
 
-    Fractions and exponents apart, so that products neither vanish nor overflow on the way. A difference of logits that
-    nothing moves is safe for ever if positive, and lost if not.
+    Fractions and exponents are computed apart, so that products neither vanish nor overflow on the way. A difference of
+    logits that no input can change is safe at every radius if it is positive, and lost if it is not.
     """
     parts = (torch.frexp(torch.as_tensor(t, dtype=torch.float64)) for t in (margins, distances, lipschitz))
-    (top, above), (distance, below), (constant, besides) = parts
+    (top, above), (distance, below), (constant, beside) = parts
     moves = (distances > 0) & (lipschitz > 0)
     fraction = top / torch.where(moves, distance * constant, 1.0) * _ROUND_DOWN
-    exponents = (above - below - besides + exponent).double()
+    exponents = (above - below - beside + exponent).double()
     half = (exponents / 2).floor()  # in two factors: 2^1074 is not a float64
     radii = (fraction * 2.0**half * 2.0 ** (exponents - half)).clamp_max(sys.float_info.max)
     radii = torch.where(radii > 0, torch.nextafter(radii, torch.zeros_like(radii)), radii)
@@ -157,8 +157,8 @@ def _radii(margins: Tensor, distances: Tensor, lipschitz: float, labels: Tensor,
     return torch.where(moves, radii, still).scatter(-1, labels.unsqueeze(-1), math.inf).amin(-1).clamp_min(0.0)
 
 
-def _checked_logits(logits: Any) -> Tensor:
-    """Logits in float64 on the CPU."""
+def checked_logits(logits: object) -> Tensor:
+    """Return the logits in float64 on the CPU."""
     if isinstance(logits, Tensor):
         require_dense("logits", logits)
     if not isinstance(logits, Tensor) or logits.ndim != 2:
@@ -171,8 +171,8 @@ def _checked_logits(logits: Any) -> Tensor:
     return values
 
 
-def _checked_labels(labels: Tensor, logits: Tensor) -> Tensor:
-    """Labels as integers on the CPU, all of them classes."""
+def checked_labels(labels: Tensor, logits: Tensor) -> Tensor:
+    """Return the labels as integers on the CPU, after a check that all of them are classes."""
     if isinstance(labels, Tensor):
         require_dense("labels", labels)
     check_batch(logits, labels)
@@ -197,7 +197,7 @@ def _head_weight(head: Tensor | nn.Module, classes: int) -> Tensor:
 
 
 def pairwise_distances(rows: Tensor) -> Tensor:
-    """``|w_i - w_j|`` for all pairs of rows, in float64 and rounded up: 0 only where two rows are equal.
+    """Return ``|w_i - w_j|`` for all pairs of rows, in float64 and rounded up: 0 only where two rows are equal.
 
     Args:
         rows: ``(n, features)``.
@@ -211,7 +211,7 @@ def pairwise_distances(rows: Tensor) -> Tensor:
 
 
 def _norms_up(vectors: Tensor) -> Tensor:
-    """Norms of the last axis; scaled, so that squares neither overflow nor vanish."""
+    """Return norms along the last axis, rounded up; scaling keeps the squares in range."""
     largest = vectors.abs().amax(-1, keepdim=True)
     unit = vectors / torch.where(largest > 0, largest, 1.0)
     norms = torch.linalg.vector_norm(unit, dim=-1) * largest.squeeze(-1)
@@ -221,7 +221,7 @@ def _norms_up(vectors: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """What ``certify`` found: of each sample, how far it may be moved before its class can change.
+    """What ``certify`` found: how far each sample may be moved before its class can change.
 
     Attributes:
         radii: certified l2 radius of each sample, ``(samples,)`` in float64; 0 where the answer is wrong.
@@ -232,11 +232,11 @@ class Certificate:
         pairwise: whether the last layer was used pair by pair of classes.
         rounding: largest bound on the rounding error of a margin in float64, which is taken off: proved.
         reserves: how much shorter the radii are for the model as it runs, where twice ``evaluation_error``, and one
-            rounding of the logits, is taken off the margins besides: measured, not proved.
+            rounding of the logits, is also taken off the margins: measured, not proved.
         evaluation_error: largest difference between a margin of the model as it runs and in float64, seen at some of
             the images and at noisy copies of them.
-        measured_samples: how many images that were.
-        disagreements: how many of these the model as it runs gives another class than float64.
+        measured_samples: number of those images.
+        disagreements: number of those images to which the model as it runs gives another class than float64 does.
         input_shape: shape of one input.
     """
 
@@ -255,24 +255,24 @@ class Certificate:
 
     @property
     def program_radii(self) -> Tensor:
-        """Radii for the model as it runs: less what its rounding errors cost, as far as they were measured."""
+        """Radii for the model as it runs: shortened by what its rounding errors cost, as far as they were measured."""
         return torch.where(self.radii.isinf(), self.radii, (self.radii - self.reserves).clamp_min(0.0))
 
     @property
     def clean_accuracy(self) -> float:
-        """Share of the samples that are classified right."""
+        """Share of the samples that are classified correctly."""
         return float((self.predictions == self.labels).double().mean())
 
     def certified_accuracy(self, epsilon: float) -> float:
-        """Share of the samples that are right and stay so wherever they are moved by up to ``epsilon``."""
+        """Return the share of samples whose class is correct, and stays so however they are moved by ``epsilon``."""
         return float((self.radii > epsilon).double().mean())
 
     def curve(self, points: int = 101, largest: float | None = None) -> list[tuple[float, float]]:
-        """Certified accuracy on a grid from 0.
+        """Return the certified accuracy on a grid of radii that starts at 0.
 
         Args:
-            points: how many, at least 2.
-            largest: last radius; where nothing is certified any more, unless given.
+            points: number of radii, at least 2.
+            largest: last radius; the one beyond which nothing is certified, unless given.
 
         Returns:
             Pairs of a radius and the certified accuracy there.
@@ -286,7 +286,7 @@ class Certificate:
         return [(epsilon, self.certified_accuracy(epsilon)) for epsilon in grid]
 
     def to_json(self) -> str:
-        """Everything as JSON, with the accuracies; infinite radii become ``null``. ``from_json`` reads it."""
+        """Return everything as JSON, with the accuracies; infinite radii become ``null``. ``from_json`` reads it."""
         numbers = {name: value for name, value in vars(self).items() if not isinstance(value, Tensor)}
         accuracies = [{"epsilon": e, "certified_accuracy": self.certified_accuracy(e)} for e in self.epsilons]
         samples = {name: value.tolist() for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -295,10 +295,10 @@ class Certificate:
 
     @classmethod
     def from_json(cls, text: str) -> Certificate:
-        """A certificate from what ``to_json`` wrote.
+        """Return the certificate that ``to_json`` wrote.
 
         Raises:
-            ValueError: if it is not that.
+            ValueError: if the text is something else.
         """
         try:
             content: dict[str, Any] = json.loads(text)
@@ -375,7 +375,7 @@ def certify(
     >>> certificate.radii.shape
     torch.Size([8])
     """
-    epsilons = _checked_epsilons(epsilons)
+    epsilons = checked_epsilons(epsilons)
     for name, number, least in (("batch_size", batch_size, 1), ("measured_samples", measured_samples, 0)):
         if not isinstance(number, int) or number < least:
             raise ValueError(f"{name}={number!r} must be an integer, at least {least}")
@@ -400,7 +400,7 @@ def certify(
             values, rounding = _in_float64(exact, given)
             precision = max(torch.finfo(dtype).eps for dtype in (given.dtype, autocast_dtype(given) or given.dtype))
             logits.append(values)
-            labels.append(_checked_labels(classes, values))
+            labels.append(checked_labels(classes, values))
             errors.append(rounding)
             here = given[: max(0, measured_samples - len(off))]
             if len(here):
@@ -423,7 +423,7 @@ def certify(
 
 
 def _analysed(model: nn.Module, shape: tuple[int, ...], images: int) -> Analysis:
-    """What is known about a model at the size of the batches that it is evaluated with."""
+    """Analyse a model at the size of the batches that it is evaluated with."""
     found = analyse(model, shape)
     numbers = sum(node.size for node in found.graph.nodes) // BATCH + math.prod(shape)
     parts = math.ceil(images / max(BATCH, min(_LARGEST_BATCH, _FLOAT64_NUMBERS // numbers)))
@@ -432,13 +432,13 @@ def _analysed(model: nn.Module, shape: tuple[int, ...], images: int) -> Analysis
 
 
 def _in_float64(exact: ExactEvaluation, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits in float64, and for each image a bound on the error of a difference of two of them."""
+    """Return logits in float64, and for each image a bound on the error of a difference of two of them."""
     batch = exact.graph.batch
     logits, errors = [], []
     for part in images.split(batch):
         filled = torch.cat([part, part[-1:].expand(batch - len(part), *part.shape[1:])])
         values, error = exact(filled)
-        logits.append(_checked_logits(values)[: len(part)])
+        logits.append(checked_logits(values)[: len(part)])
         errors.append(torch.full((len(part),), _SQRT2_UP * error, dtype=torch.float64))
     return torch.cat(logits), torch.cat(errors)
 
@@ -446,15 +446,16 @@ def _in_float64(exact: ExactEvaluation, images: Tensor) -> tuple[Tensor, Tensor]
 def _measured(
     model: nn.Module, exact: ExactEvaluation, images: Tensor, values: Tensor, labels: Tensor
 ) -> tuple[Tensor, int]:
-    """By how much the model as it runs is off at images and near them, and how many it gives another class."""
-    plain = _checked_logits(model(images))
+    """Return how far margins of the model as it runs are off at and near images, and how many images change class."""
+    plain = checked_logits(model(images))
     near = _moved(images)
-    around = _margin_errors(_checked_logits(model(near)), _in_float64(exact, near)[0], labels)
+    around = _margin_errors(checked_logits(model(near)), _in_float64(exact, near)[0], labels)
     differ = int((plain.argmax(1) != values.argmax(1)).sum())
     return torch.maximum(_margin_errors(plain, values, labels), around), differ
 
 
-def _checked_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
+def checked_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
+    """Return radii as a tuple, after a check that there is one, and that all are finite and none negative."""
     if not isinstance(epsilons, Sequence | Tensor) or isinstance(epsilons, str):
         raise TypeError(f"epsilons={shown(epsilons)} must be a list of radii")
     if isinstance(epsilons, Tensor):
@@ -471,7 +472,7 @@ def _checked_epsilons(epsilons: Sequence[float]) -> tuple[float, ...]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode; afterwards each module is in the mode that it was in."""
+    """Put a model in eval mode, and afterwards each module back in the mode that it was in."""
     modes = [(module, module.training) for module in model.modules()]
     with suppress(NotImplementedError):  # of torch.export, whose modules have no modes
         model.eval()
@@ -483,7 +484,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def batches_of(data: Data, batch_size: int) -> tuple[Batches, int]:
-    """Data of any kind in batches, and how many there are (0 if that is not known).
+    """Return data of any kind in batches, and the number of batches (0 if it is not known).
 
     Raises:
         ValueError: if it is a pair of tensors of different lengths, or of tensors that are not dense.
@@ -504,11 +505,11 @@ def batches_of(data: Data, batch_size: int) -> tuple[Batches, int]:
     return batches, len(batches) if hasattr(batches, "__len__") else 0
 
 
-def pairs(batches: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches that are what they should be.
+def pairs(batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield images and labels, after a check that each batch consists of these.
 
     Raises:
-        TypeError: if they are not.
+        TypeError: if one does not.
     """
     wanted = "data must be batches of images and labels, a dataset, or a pair of tensors"
     if isinstance(batches, Tensor | str) or not isinstance(batches, Iterable):
@@ -527,7 +528,7 @@ def pairs(batches: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def prepared(model: nn.Module, images: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Images as the model wants them: its dtype and device.
+    """Return images in the dtype and on the device of the model.
 
     Raises:
         ValueError: if they are not floating point, not finite or of another shape.
@@ -546,12 +547,12 @@ def prepared(model: nn.Module, images: Tensor, shape: tuple[int, ...]) -> Tensor
 
 
 def _moved(images: Tensor) -> Tensor:
-    """Each image and noise of a tenth of the length of all ones: few images around one are computed exactly."""
+    """Add noise a tenth as long as an image of ones: what happens to be exact at an image seldom is so around it."""
     noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
     return images + 0.1 * noise.to(images)
 
 
 def _margin_errors(logits: Tensor, exact: Tensor, labels: Tensor) -> Tensor:
-    """Largest error of ``z_y - z_j`` over the other classes, of each sample."""
+    """Return the largest error of ``z_y - z_j`` over the other classes, for each sample."""
     difference = logits - exact
     return (difference.gather(1, labels.unsqueeze(1)) - difference).abs().amax(1)

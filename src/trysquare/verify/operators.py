@@ -1,6 +1,6 @@
 """Linear layers of torch read into linear operators, and what must hold before a layer is taken at its word.
 
-Layers of ours say themselves what they are (``linalg.operator.LinearLayer``).
+Layers of this library say themselves which operator they are (``linalg.operator.LinearLayer``).
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from trysquare.naming import shown
 from trysquare.nn import layers
-from trysquare.nn.geometry import Pads, same_pads
+from trysquare.nn.geometry import Pads, extent, same_pads
 from trysquare.nn.linalg.operator import Axis as Axis
 from trysquare.nn.linalg.operator import LinearLayer
 from trysquare.nn.linalg.operator import LinearOperator as LinearOperator
 from trysquare.nn.linalg.operator import checked_weight as checked_weight
 from trysquare.nn.linalg.precision import as_autocast
 from trysquare.nn.parametrizations.base import ParametrizedWeight
+from trysquare.torch_internals import hooks_of
 
-# Numbers of one input, beyond which torch cannot even count them.
+# The most numbers in one input that torch can count.
 _LARGEST_INPUT = 1 << 62
-# Torch's hooks that set the weight before each pass.
+# Torch's own hooks, which set the weight before each pass.
 WEIGHT_HOOKS = (WeightNorm, SpectralNorm, BasePruningMethod)
-_TORCHS_OWN = (
-    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-)  # fmt: skip
-# What a class may define anew without computing something else.
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_TORCHS_OWN = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
+AnyConvolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+# What a subclass may define without computing something else.
 _HARMLESS = frozenset(
     """
     __init__ __module__ __doc__ __qualname__ __annotations__ __dict__ __weakref__ __getstate__ __setstate__
@@ -44,10 +44,10 @@ _HARMLESS = frozenset(
     """.split()
 )
 # The code of classes as it was when they were made known.
-_KNOWN: dict[type, dict[str, Any]] = {}
+_KNOWN: dict[type, dict[str, object]] = {}
 
 
-def _code_of(cls: type) -> dict[str, Any]:
+def _code_of(cls: type) -> dict[str, object]:
     kinds = (staticmethod, classmethod, property)
     # The way in is watched while something is traced, and compilers put something around constructors.
     left_out = {"__call__", *_HARMLESS}
@@ -60,10 +60,11 @@ def remember(*classes: type) -> None:
         for base in cls.__mro__[:-1]:
             _KNOWN.setdefault(base, _code_of(base))
         below: list[type] = cls.__subclasses__()
-        remember(*(sub for sub in below if _is_ours(sub)))
+        remember(*(sub for sub in below if is_ours(sub)))
 
 
-def _is_ours(cls: type) -> bool:
+def is_ours(cls: type) -> bool:
+    """Whether a class is one of this package, and not one that somebody calls so."""
     home = sys.modules.get(cls.__module__) if cls.__module__.startswith("trysquare.") else None
     return home is not None and getattr(home, cls.__name__, None) is cls
 
@@ -91,9 +92,8 @@ def as_defined(module: nn.Module, cls: type) -> bool:
 
 
 def unknown_hooks(module: nn.Module) -> list[Callable[..., object]]:
-    """Hooks by which a call of a module does anything besides its forward pass and setting its weight."""
-    before = (*module._forward_pre_hooks.values(), *torch_module._global_forward_pre_hooks.values())
-    after = (*module._forward_hooks.values(), *torch_module._global_forward_hooks.values())
+    """Return the hooks by which a call of a module does more than its forward pass and setting its weight."""
+    before, after = hooks_of(module)
     return [*(hook for hook in before if not isinstance(hook, WEIGHT_HOOKS)), *after]
 
 
@@ -103,7 +103,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def read_layer(layer: nn.Module, input_shape: Sequence[int]) -> LinearOperator:
-    """A linear or convolution layer of torch or ours, on inputs of ``input_shape`` (without the batch).
+    """Read a linear or convolution layer of torch or this library, on inputs of ``input_shape`` (without the batch).
 
     Raises:
         TypeError: if the layer is of another kind, or a subclass that computes something else.
@@ -136,9 +136,9 @@ def read_layer(layer: nn.Module, input_shape: Sequence[int]) -> LinearOperator:
         return layer.linear_operator(shape, kernel)
     if isinstance(layer, nn.Linear):
         return LinearOperator.of_matrix(kernel, shape)
-    assert isinstance(layer, _ConvNd)
+    assert isinstance(layer, (*_CONVOLUTIONS, *_TRANSPOSED))
     numbers = tuple(layer.stride), tuple(layer.dilation), layer.groups
-    if isinstance(layer, _ConvTransposeNd):
+    if isinstance(layer, _TRANSPOSED):
         pads = zip(_pads(layer, kernel), layer.output_padding, strict=True)
         crops = tuple((left, right - extra) for (left, right), extra in pads)
         return LinearOperator.of_transposed(kernel, shape, *numbers, crops, "zeros")
@@ -148,10 +148,10 @@ def read_layer(layer: nn.Module, input_shape: Sequence[int]) -> LinearOperator:
 
 
 def _kind(layer: nn.Module) -> type | None:
-    """The class of torch, or of ours that knows its operator, whose function the layer computes."""
+    """Return the class whose function the layer computes: one of torch, or one that knows its operator."""
     for cls in type(layer).__mro__:
-        ours = _is_ours(cls) and issubclass(cls, LinearLayer)
-        if (ours or cls in _TORCHS_OWN) and as_defined(layer, cls):
+        knows_its_operator = is_ours(cls) and issubclass(cls, LinearLayer)
+        if (knows_its_operator or cls in _TORCHS_OWN) and as_defined(layer, cls):
             return cls
     return None
 
@@ -162,9 +162,9 @@ def reads(layer: nn.Module) -> bool:
 
 
 def misfit(layer: nn.Module | None, shapes: Sequence[Sequence[int]]) -> str:
-    """What a linear or convolution layer expects instead of inputs of these shapes (without the batch).
+    """Return what a linear or convolution layer expects instead of inputs of these shapes (without the batch).
 
-    Empty if it is another module or function, or has nothing against them.
+    The text is empty if the shapes fit, or the module is of another kind.
     """
     if layer is None or not reads(layer) or len(shapes) != 1:
         return ""
@@ -177,12 +177,12 @@ def misfit(layer: nn.Module | None, shapes: Sequence[Sequence[int]]) -> str:
 
 @torch.no_grad()
 def used_weight(layer: nn.Module) -> Tensor:
-    """The weight after the casts that the forward pass makes, in float64 on the CPU.
+    """Return the weight after the casts that the forward pass makes, in float64 on the CPU.
 
-    Of a convolution that is applied in terms, what they add up to.
+    For a convolution that is applied in terms it is the kernel that they add up to.
 
-    The hooks of torch's ``weight_norm``, ``spectral_norm`` and pruning set it before each pass, so until then the
-    attribute is the one of the pass before: they are asked for it.
+    The hooks of torch's ``weight_norm``, ``spectral_norm`` and pruning set the weight before each pass, so that until
+    then the attribute is that of the pass before. They are asked for the next one.
     """
     if isinstance(layer, ParametrizedWeight) and not layer._forward_pre_hooks:
         return layer.exact_weight()
@@ -197,8 +197,8 @@ def used_weight(layer: nn.Module) -> Tensor:
     return checked_weight(as_autocast(weight), type(layer).__name__)
 
 
-def _pads(layer: _ConvNd, kernel: Tensor) -> Pads:
-    """Left and right padding of each axis of one of torch's convolutions."""
+def _pads(layer: AnyConvolution, kernel: Tensor) -> Pads:
+    """Return the left and right padding of each axis of one of torch's convolutions."""
     if layer.padding_mode != "zeros":
         # What the forward pass uses, which is not `padding` if that was changed later; last axis first.
         flat: list[int] = layer._reversed_padding_repeated_twice
@@ -206,8 +206,9 @@ def _pads(layer: _ConvNd, kernel: Tensor) -> Pads:
     padding, dims = layer.padding, len(layer.stride)
     if isinstance(padding, str):
         # Torch takes the size of the kernel from the weight, whatever ``kernel_size`` says.
-        extent = tuple(d * (k - 1) + 1 for d, k in zip(layer.dilation, kernel.shape[2:], strict=True))
-        return same_pads(extent, (1,) * dims) if padding == "same" else ((0, 0),) * dims
+        return (
+            same_pads(extent(kernel.shape[2:], layer.dilation), (1,) * dims) if padding == "same" else ((0, 0),) * dims
+        )
     each = (padding,) * dims if isinstance(padding, int) else padding
     return tuple((pad, pad) for pad in each)
 

@@ -39,7 +39,7 @@ _SMALL_MAP_SIDE = 4096
 _BUDGET = BUDGET
 # How near to 1 a bound is not worth improving.
 _SETTLED = 1e-4
-# Singular values that are computed (a gigabyte of them), and operations that they may take (about a day on a core).
+# The most singular values that are computed (a gigabyte of them), and operations (about a day on a core).
 _MOST_VALUES = 1 << 27
 _MOST_OPERATIONS = 1e15
 # Frequencies that a bound looks at, which take about a hundred bytes each.
@@ -52,7 +52,7 @@ _LANCZOS_BYTES = 1 << 30
 
 @torch.no_grad()
 def singular_values(layer: nn.Module, input_shape: Sequence[int]) -> Tensor:
-    """Every singular value of a linear or convolution layer on inputs of a given shape.
+    """Return every singular value of a linear or convolution layer on inputs of a given shape.
 
     Circular convolutions, plain and transposed, with any stride, dilation and groups, are split by polyphase
     decomposition and Fourier transform, so the cost is that of many small matrices; so are convolutions whose windows
@@ -60,7 +60,7 @@ def singular_values(layer: nn.Module, input_shape: Sequence[int]) -> Tensor:
     written as a dense matrix for each group.
 
     Args:
-        layer: a linear or convolution layer, of torch or ours. The bias is left out.
+        layer: a linear or convolution layer, of torch or this library. The bias is left out.
         input_shape: shape of one input without the batch, such as ``(64, 32, 32)``.
 
     Returns:
@@ -100,7 +100,7 @@ def _refuse_endless(operator: LinearOperator, layer: nn.Module, copies: int) -> 
 
 
 def spectrum_flops(operator: LinearOperator) -> float:
-    """About how many real operations the singular values of one copy take, up to a factor."""
+    """Return about how many real operations the singular values of one copy take, up to a factor."""
     if operator.circular:
         return _polyphase(operator).gram_flops(_coarse(operator))
     return 4.0 * _dense_entries(operator) * (operator.smaller_side // operator.groups)
@@ -117,7 +117,7 @@ def _polyphase(operator: LinearOperator, *, any_size: bool = False) -> Polyphase
 
 
 def _coarse(operator: LinearOperator) -> tuple[int, ...]:
-    """Sizes of the circular domain on the grid of the outputs."""
+    """Return the sizes of the circular domain on the grid of the outputs."""
     return tuple(axis.period // axis.stride for axis in operator.axes)
 
 
@@ -154,16 +154,16 @@ def _dense_values(operator: LinearOperator, layer: nn.Module) -> Tensor:
 def extreme_singular_values(
     layer: nn.Module, input_shape: Sequence[int], *, steps: int = _LANCZOS_STEPS, tolerance: float = 1e-10
 ) -> ExtremeSingularValues:
-    """Smallest and largest singular value of a layer, with the tolerances that were reached.
+    """Return the smallest and the largest singular value of a layer, with the tolerances that were reached.
 
-    From the whole spectrum where a Fourier transform or a small dense matrix gives it; otherwise by matrix-free
-    Lanczos iteration (Golub-Kahan) on the layer itself.
+    They are taken from the whole spectrum where a Fourier transform or a small dense matrix gives it. Otherwise
+    matrix-free Lanczos iteration (Golub-Kahan) on the layer itself finds them.
 
     Args:
-        layer: a linear or convolution layer, of torch or ours.
+        layer: a linear or convolution layer, of torch or this library.
         input_shape: shape of one input without the batch.
         steps: largest number of applications of the layer and its adjoint.
-        tolerance: stop at this multiple of the largest singular value.
+        tolerance: error, relative to the largest singular value, at which the iteration stops.
 
     Raises:
         TypeError: if the layer is not a linear or convolution layer.
@@ -192,7 +192,7 @@ def extreme_singular_values(
 
 
 def lanczos_extremes(operator: LinearOperator, steps: int, tolerance: float) -> ExtremeSingularValues:
-    """Extreme singular values by applying the operator, whatever its size."""
+    """Return extreme singular values found by applying the operator, whatever its size."""
     kernel, exponent = normalized(operator.kernel)
     scaled = replace(operator, kernel=kernel)
 
@@ -211,7 +211,7 @@ def lanczos_extremes(operator: LinearOperator, steps: int, tolerance: float) -> 
 
 @torch.no_grad()
 def spectral_norm_bound(layer: nn.Module, input_shape: Sequence[int] | None = None) -> float:
-    """Certified upper bound on the largest singular value of a linear or convolution layer.
+    """Return a certified upper bound on the largest singular value of a linear or convolution layer.
 
     Proved, rounding included: the bound is at least the spectral norm of the linear part of the layer, with the weight
     that the forward pass uses (after the layer's casts, and those of autocast where it is active), in exact
@@ -226,7 +226,7 @@ def spectral_norm_bound(layer: nn.Module, input_shape: Sequence[int] | None = No
     ``4e11`` operations) gets the bound that holds for every size.
 
     Args:
-        layer: a linear or convolution layer, of torch or ours.
+        layer: a linear or convolution layer, of torch or this library.
         input_shape: shape of one input without the batch; ``None`` for a bound that holds for every size at once.
 
     Raises:
@@ -242,10 +242,10 @@ def spectral_norm_bound(layer: nn.Module, input_shape: Sequence[int] | None = No
 
 
 def norm_range(operator: LinearOperator, *, lowest: bool = True) -> SingularValueRange:
-    """Certified interval for the singular values of a layer.
+    """Return a certified interval for the singular values of a layer.
 
-    Its lower end is 0 where that is not affordable; no singular value is ``found`` where only a larger circle was
-    looked at.
+    Its lower end is 0 where another one is not affordable. Where only a larger circle was looked at, no singular value
+    is ``found``.
     """
     kernel, exponent = normalized(operator.kernel)
     scaled = replace(operator, kernel=kernel)
@@ -270,7 +270,7 @@ def _read_positions(operator: LinearOperator) -> int:
 
 
 def _read_rank(operator: LinearOperator) -> int:
-    """Number of singular values on the circular domain."""
+    """Return the number of singular values on the circular domain."""
     return min(operator.domain[0] * math.prod(_periods(operator)), math.prod(operator.image))
 
 
@@ -288,7 +288,7 @@ def _fourier_range(operator: LinearOperator, lowest: bool) -> SingularValueRange
 
 
 def _dense_range(operator: LinearOperator, lowest: bool) -> SingularValueRange:
-    """Certified interval from the matrix itself. Its entries are sums of taps that fall on the same position."""
+    """Return a certified interval from the matrix itself, whose entries are sums of taps on the same position."""
     taps = math.prod(operator.kernel.shape[2:])
     rounding = 2 * (taps + 2) * UNIT_ROUNDOFF * operator.repeats * taps * float(operator.kernel.norm()) * 1.01
     with busy("dense bound"):
@@ -296,7 +296,7 @@ def _dense_range(operator: LinearOperator, lowest: bool) -> SingularValueRange:
 
 
 def _bound_for_any_size(layer: nn.Module) -> float:
-    """The supremum over all frequencies, times the largest norm that the padding has on any size."""
+    """Return the supremum over all frequencies, times the largest norm that the padding has on any size."""
     smallest = _smallest_input(layer)
     operator = read_layer(layer, smallest)
     kernel, exponent = normalized(operator.kernel)
@@ -311,7 +311,7 @@ def _bound_for_any_size(layer: nn.Module) -> float:
 
 
 def _smallest_input(layer: nn.Module) -> tuple[int, ...]:
-    """An input that fits the layer."""
+    """Return the shape of an input that fits the layer."""
     if isinstance(layer, nn.Linear):
         return (layer.in_features,)
     channels = getattr(layer, "in_channels", 1)
@@ -322,7 +322,7 @@ def _smallest_input(layer: nn.Module) -> tuple[int, ...]:
 
 
 def _most_repeats(axis: Axis) -> int:
-    """How often padding can repeat a position, on a domain of any size that torch allows."""
+    """Return how often padding can repeat a position, on a domain of any size that torch allows."""
     total = sum(axis.pad)
     if axis.mode == "zeros" or axis.apart or not total:
         return 1

@@ -203,9 +203,9 @@ def test_deep_copies_are_independent():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "cifar10-robst"}, "unknown model 'cifar10-robst', did you mean 'cifar10-robust'"),
-        ({"name": "qqq"}, "unknown model 'qqq'; there are cifar10-accurate, "),
-        ({"name": "tiny-digits", "dense_widht": 3}, "unknown option 'dense_widht', did you mean 'dense_width'"),
+        ({"name": "cifar10-robst"}, "unknown model 'cifar10-robst': did you mean 'cifar10-robust'"),
+        ({"name": "qqq"}, "unknown model 'qqq': known: cifar10-accurate, "),
+        ({"name": "tiny-digits", "dense_widht": 3}, "unknown option 'dense_widht': did you mean 'dense_width'"),
         ({"name": "tiny-digits", "head": "linear"}, "head='linear' must be one of 'orthogonal'"),
         ({"name": "tiny-digits", "centering": "group"}, "centering='group' must be one of None, 'batch', 'layer'"),
         ({"name": "tiny-digits", "conv": "conv"}, "conv='conv' must be one of 'aoc'"),

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lab.report.documents import Document
+from trysquare.lab.report import markup
 from trysquare.lab.report.markup import LARGEST, Axis, Chart, Frame, Markup, Rows, apart, escape, join, tag, ticks
 
 
@@ -94,3 +95,33 @@ def test_labels_do_not_overlap(places):
     moved = sorted(apart(places, 14, 0, 100))
     assert all(b - a >= 14 - 1e-9 for a, b in itertools.pairwise(moved))
     assert moved[-1] <= 100
+
+
+SHARES = st.floats(0, 1)
+
+
+@given(SHARES, SHARES)
+def test_percentages_keep_the_order_and_are_not_rounded_up(a, b):
+    low, high = sorted((a, b))
+    shown = [float(markup.percent(share).split("\xa0")[0]) for share in (low, high)]
+    assert shown[0] <= shown[1] <= 100 * high + 1e-6
+
+
+@given(st.floats(0, 1e6))
+def test_radii_are_rounded_down_and_bounds_up(value):
+    assert float(markup.radius(value)) <= value + 1e-9
+    assert float(markup.bound(value)) >= value
+
+
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        (markup.bound(math.inf), "∞"),
+        (markup.bound(3e8), "3.000003e+08"),
+        (markup.radius(2e9), "2e+09"),
+        (markup.scientific(9.99e-7), "1.0\xa0×\xa010⁻⁶"),
+        (markup.shortened("short", 9), "short"),
+    ],
+)
+def test_corners(shown, text):
+    assert shown == text

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from trysquare.lab.report.reading import read_recipe, read_results
+from trysquare.lab.report.reading import read_results, recipe_sections
 
 DEEP = "[" * 100_000
 
@@ -108,7 +108,7 @@ def test_there_must_be_a_directory(tmp_path):
 def test_without_pyyaml_it_says_what_to_install(run, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "yaml", None)
     with pytest.raises(ImportError, match=r"trysquare\[train\]"):
-        read_recipe(run)
+        recipe_sections(run)
 
 
 def metrics(run, *lines, end="\n"):

@@ -7,8 +7,8 @@ import torch
 
 import trysquare as ts
 from tests.lab.training.small import arguments, recipe, start, state, trained, weights
-from trysquare.lab.training.build import build_setup
 from trysquare.lab.training.distribution import World, first_to_fail
+from trysquare.lab.training.loop import Training
 
 
 def free_port():
@@ -42,7 +42,7 @@ def test_torchrun_with_one_process(tmp_path, monkeypatch):
 
 def test_processes_must_share_a_batch_equally():
     with pytest.raises(ValueError, match=r"train.batch_size=128 must be a multiple of the number of processes, 3"):
-        build_setup(recipe(), World(torch.device("cpu"), 0, 3))
+        Training(recipe(), World(torch.device("cpu"), 0, 3))
 
 
 LEAVE = """
@@ -50,7 +50,7 @@ import pathlib, sys, time
 from trysquare.lab.training.distribution import joined
 folder = pathlib.Path(sys.argv[1])
 with joined("cpu") as world:
-    if world.leads:
+    if world.is_main:
         time.sleep(1)
         (folder / "written").touch()
 assert (folder / "written").exists(), f"process {world.rank} left before the first had written its last file"
@@ -64,13 +64,13 @@ def test_processes_leave_together(tmp_path):
 
 FAIL = """
 import os, sys
-from trysquare.lab.training import loop
-step = loop._Training._step
+from trysquare.lab.training.loop import Training
+step = Training.step
 def failing(self, *arguments):
     if self.progress.step == 3 and os.environ["RANK"] == sys.argv[1]:
         raise ValueError(f"process {self.world.rank} has failed")
     return step(self, *arguments)
-loop._Training._step = failing
+Training.step = failing
 from trysquare.lab.cli import main
 raise SystemExit(main(sys.argv[2:]))
 """
@@ -123,15 +123,15 @@ def test_without_torchrun_there_is_nobody_to_ask(monkeypatch):
 DUMP = """
 import sys, torch
 import trysquare as ts
-from trysquare.lab.training import loop
-step = loop._Training._step
+from trysquare.lab.training.loop import Training
+step = Training.step
 def noted(self, *arguments):
     done = step(self, *arguments)
-    self.last = {n: p.detach().clone() for n, p in self.setup.model.named_parameters()}
-    if self.progress.step == self.setup.steps:
+    self.last = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+    if self.progress.step == self.steps:
         torch.save(self.last, f"{sys.argv[1]}/rank{self.world.rank}.pt")
     return done
-loop._Training._step = noted
+Training.step = noted
 from trysquare.lab.cli import main
 raise SystemExit(main(sys.argv[2:]))
 """

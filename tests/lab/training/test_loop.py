@@ -15,9 +15,8 @@ import trysquare as ts
 from tests.lab.data.writers import write_imagenet
 from tests.lab.training.small import arguments, recipe, same, start, state, trained, weights
 from trysquare.lab.training import loop
-from trysquare.lab.training.build import build_loss, build_setup, radius_schedule
 from trysquare.lab.training.distribution import World, chosen_device
-from trysquare.lab.training.loop import Display, Evaluation
+from trysquare.lab.training.loop import Display, Evaluation, Training, build_loss
 
 CPU = World(torch.device("cpu"))
 
@@ -60,14 +59,14 @@ def stopping_after(monkeypatch, step):
     class PowerCutError(BaseException):
         pass
 
-    finished = loop._Training._step
+    finished = Training.step
 
     def cut(self, *arguments):
         if self.progress.step == step:
             raise PowerCutError
         return finished(self, *arguments)
 
-    monkeypatch.setattr(loop._Training, "_step", cut)
+    monkeypatch.setattr(Training, "step", cut)
     return PowerCutError
 
 
@@ -122,9 +121,7 @@ def test_kill_in_the_middle_then_resume(tmp_path):
 
 
 def test_an_interrupt_leaves_a_checkpoint_and_says_how_to_go_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        loop._Training, "_show", lambda self: self.progress.step == 5 and os.kill(os.getpid(), signal.SIGINT)
-    )
+    monkeypatch.setattr(Training, "show", lambda self: self.progress.step == 5 and os.kill(os.getpid(), signal.SIGINT))
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(ts.training.StoppedError, match=r"after step 6; .* trysquare train --resume .*run"):
         trained(tmp_path / "run")
@@ -179,12 +176,12 @@ def test_what_is_not_finite_stops_the_run_before_the_weights_are_touched(tmp_pat
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
-    parts = build_setup(recipe(), CPU)
-    training = loop._Training(parts, ts.training.Run(tmp_path, recipe()), quiet=True)
+    parts = Training(recipe(), CPU)
+    parts.run = ts.training.Run(tmp_path, recipe())
     with torch.no_grad():
         parts.model.head.bias[0] = float("inf")
     with pytest.raises(FloatingPointError, match="there was no checkpoint yet"):
-        training._checkpoint()
+        parts.save()
     assert not list(tmp_path.iterdir())
 
 
@@ -265,7 +262,7 @@ def test_what_cannot_be_resumed(tmp_path):
     (run.path / "checkpoint.pt").write_bytes((other.path / "checkpoint.pt").read_bytes())
     with pytest.raises(ValueError, match=r"is of another model: .*'dense_width': 32"):
         ts.training.resume(run.path)
-    torch.save({**state(tmp_path / "other"), "model_arguments": build_setup(run.recipe, CPU).arguments},
+    torch.save({**state(tmp_path / "other"), "model_arguments": Training(run.recipe, CPU).arguments},
                run.path / "checkpoint.pt")  # fmt: skip
     with pytest.raises(ValueError, match="does not fit the recipe"):
         ts.training.resume(run.path)
@@ -301,7 +298,7 @@ def test_what_does_not_fit_the_data_is_refused_before_anything_is_written(tmp_pa
 
 @pytest.mark.parametrize("name", sorted(set(ts.losses.LOSSES) - {"hkr-binary"}))
 def test_other_losses_take_any_number_of_classes(name):
-    build_setup(recipe(**{"loss.name": name}), CPU)
+    Training(recipe(**{"loss.name": name}), CPU)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -314,16 +311,16 @@ def test_folders_of_images_are_checked_before_anything_is_written(tmp_path, spli
     with pytest.raises(ValueError, match=r"n02_1.JPEG: expected an image, found"):
         trained(tmp_path / "run", **folder)
     assert not (tmp_path / "run").exists()
-    build_setup(recipe(**folder), World(torch.device("cpu"), 1, 2))  # the first process checks for all
+    Training(recipe(**folder), World(torch.device("cpu"), 1, 2))  # the first process checks for all
 
 
 def test_the_loss_gets_the_margin_of_a_radius():
     chosen = recipe(**{"loss.radius": 0.5, "model.std": 0.5, "model.mean": 0.1})
-    parts = build_setup(chosen, CPU)
+    parts = Training(chosen, CPU)
     assert parts.loss.margin == pytest.approx(0.5 * 2 * 2**0.5, rel=1e-3)
     soft = recipe(**{"loss.name": "hkr-soft", "loss.radius": 0.5})
     assert build_loss(soft, parts.model, (1, 8, 8)).min_margin == pytest.approx(2**0.5, rel=1e-3)
-    head = build_setup(recipe(**{"loss.radius": 0.5, "model.head": "unit-norm"}), World(torch.device("cpu")))
+    head = Training(recipe(**{"loss.radius": 0.5, "model.head": "unit-norm"}), World(torch.device("cpu")))
     rows = head.model.head.weight.detach()
     assert head.loss.margin == pytest.approx(0.5 * float(torch.cdist(rows, rows).max()), rel=1e-3)
     plain = recipe(**{"loss.name": "offset-cross-entropy", "loss.radius": None, "loss.margin": 0.3})
@@ -334,12 +331,12 @@ def test_the_loss_gets_the_margin_of_a_radius():
 
 def test_a_radius_may_rise():
     chosen = recipe(**{"loss.radius": 1.0, "train.radius_start": 0.2})
-    loss = build_setup(chosen, CPU).loss
-    final, apply = loss.margin, radius_schedule(chosen, loss, 100)
-    margins = []
+    training = Training(chosen, CPU)
+    final, margins = training.loss.margin, []
+    training.steps = 100
     for step in (0, 25, 50, 99):
-        apply(step)
-        margins.append(loss.margin / final)
+        training.set_radius(step)
+        margins.append(training.loss.margin / final)
     assert margins == pytest.approx([0.2, 0.6, 1.0, 1.0])
 
 

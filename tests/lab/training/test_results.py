@@ -55,9 +55,9 @@ def _too_small(model, shape, **options):
 def test_autoattack_is_weaker_than_the_certificate(run, capsys, monkeypatch):
     from functools import partial
 
-    from trysquare.lab.training import results
+    from trysquare.lab.training import run as runs
 
-    monkeypatch.setitem(results.ATTACKS, "autoattack", partial(ts.attacks.autoattack_l2, attacks=["apgd-ce"]))
+    monkeypatch.setitem(runs.ATTACKS, "autoattack", partial(ts.attacks.autoattack_l2, attacks=["apgd-ce"]))
     arguments = ["attack", str(run.path), "--attack", "autoattack", "--samples", "20", "--epsilons", "0.25"]
     assert main(arguments) == 0
     assert json.loads((run.path / "attack.json").read_text())["attack"] == "autoattack"
@@ -224,10 +224,10 @@ def test_data_that_has_moved(run, tmp_path, capsys):
 
 
 COMMANDS = {
-    "certify": ("certificate.json", "trysquare.lab.training.results.certify"),
-    "attack": ("attack.json", "trysquare.lab.training.results.certify"),
-    "audit": ("audit.json", "trysquare.lab.training.results.audit"),
-    "export": ("export/model.pt2", "trysquare.lab.training.results.export"),
+    "certify": ("certificate.json", "trysquare.lab.training.run.certify"),
+    "attack": ("attack.json", "trysquare.lab.training.run.certify"),
+    "audit": ("audit.json", "trysquare.lab.training.run.audit"),
+    "export": ("export/model.pt2", "trysquare.lab.training.run.export"),
 }
 
 
@@ -278,12 +278,6 @@ def test_onnx_needs_its_packages(run, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert main(["export", str(run.path), "--format", "onnx"]) == 1
     assert "trysquare[export]" in capsys.readouterr().err
-
-
-def test_what_a_directory_holds(run):
-    from trysquare.lab.training.results import summary
-
-    assert (str(run.path / "model.safetensors"), "the model, for ts.load_model") in summary(run)
 
 
 def test_the_commands_of_the_readme(tmp_path, monkeypatch, capsys):

@@ -264,9 +264,9 @@ def test_small_and_unbatched_maps(name):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: ts.SLLBlock2d(4, padding_mode="reflect"), "padding_mode='reflect' must be one of 'circular', 'zeros'"),
-        (lambda: ts.CPLBlock2d(4, padding_mode="replicate"), "repeat pixels"),
-        (lambda: ts.SLLAOCBlock2d(4, 4, padding_mode="reflect"), "repeat pixels"),
+        (lambda: ts.SLLBlock2d(4, padding_mode="reflect"), "padding_mode='reflect' repeats pixels"),
+        (lambda: ts.CPLBlock2d(4, padding_mode="replicate"), "repeats pixels"),
+        (lambda: ts.SLLAOCBlock2d(4, 4, padding_mode="reflect"), "repeats pixels"),
         (lambda: ts.SandwichAOCConv2d(4, 4, 3, padding_mode="reflect"), "reflect"),
         (lambda: ts.SLLBlock2d(0), "channels=0"),
         (lambda: ts.SLLLinear(4, 0), "hidden_features=0"),

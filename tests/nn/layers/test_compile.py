@@ -26,7 +26,8 @@ def test_compiles_whole_in_training(layer):
     y.square().sum().backward()
     expected.square().sum().backward()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-4)
+        # The loss does not depend on an orthogonal weight: these are rounding errors of 288 squares.
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-3, rtol=1e-4)
 
 
 def test_a_compiled_sort_permutes_gradients_at_ties_too():

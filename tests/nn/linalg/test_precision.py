@@ -260,7 +260,8 @@ def test_compiled_graphs_compute_in_float64_instead():
     torch.compiler.reset()
     torch.testing.assert_close(y.detach(), expected, rtol=1e-3, atol=1e-3)
     called = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
-    products = [n.meta["val"].dtype for n in called if n.target.__name__.split(".")[0] in ("mm", "bmm", "matmul")]
+    names = ("mm", "bmm", "baddbmm", "matmul")
+    products = [n.meta["val"].dtype for n in called if n.target.__name__.split(".")[0] in names]
     # The product with the input is the user's own, and its gradient.
     assert products.count(torch.float32) <= 2
     assert products.count(torch.float64) >= 5

@@ -6,16 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from trysquare.lab.models.classifier import Classifier
+from trysquare.lab.models.classifier import Builder, Classifier
 from trysquare.lab.models.counting import count_parameters
 from trysquare.lab.models.depthwise import cifar10_accurate, imagenet
 from trysquare.lab.models.liresnet import liresnet_aoc
-from trysquare.lab.models.registry import Builder, unknown
 from trysquare.lab.models.resnet import resnet34
 from trysquare.lab.models.stacks import bcop_small, cifar10_robust, tiny
-from trysquare.naming import shown
+from trysquare.naming import pick, shown
 
 __all__ = ["MODELS", "Builder", "Classifier", "build", "count_parameters"]
 
@@ -43,7 +41,7 @@ MODELS: dict[str, Builder] = {
 }
 
 
-def build(name: str, input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, **options: Any) -> Classifier:
+def build(name: str, input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, **options: object) -> Classifier:
     """A model by name, for images of any size and any number of classes.
 
     Images whose size is not a multiple of the model's total stride get zeros around them, which is an isometry. Use
@@ -69,6 +67,4 @@ def build(name: str, input_shape: Sequence[int] = (3, 32, 32), classes: int = 10
     """
     if not isinstance(name, str):
         raise ValueError(f"name={shown(name)} must be the name of a model: one of {', '.join(MODELS)}")
-    if name not in MODELS:
-        raise ValueError(f"{unknown('model', name, MODELS)}; there are {', '.join(MODELS)}")
-    return MODELS[name](input_shape, classes, **options)
+    return pick(MODELS, name, "model")(input_shape, classes, **options)

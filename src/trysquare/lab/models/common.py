@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -20,8 +21,13 @@ from trysquare.nn.parametrizations import METHODS
 
 Shape = tuple[int, int, int]
 
-_CENTERING: dict[str | None, Any] = {None: None, "batch": BatchCentering, "layer": LayerCentering}
-_POOLING: dict[str, Any] = {"average": GlobalScaledAvgPool, "l2": GlobalL2NormPool}
+K = TypeVar("K")
+T = TypeVar("T")
+
+_CENTERING: dict[str | None, Callable[[int], nn.Module] | None] = {
+    None: None, "batch": BatchCentering, "layer": LayerCentering,
+}  # fmt: skip
+_POOLING: dict[str, Callable[..., nn.Module]] = {"average": GlobalScaledAvgPool, "l2": GlobalL2NormPool}
 
 
 class Body(NamedTuple):
@@ -36,7 +42,7 @@ class Body(NamedTuple):
     features: int
 
 
-def choose(option: str, value: Any, known: dict[Any, Any]) -> Any:
+def choose(option: str, value: K, known: Mapping[K, T]) -> T:
     """Entry of a table.
 
     Raises:
@@ -84,7 +90,7 @@ def activation(channels: int, centering: str | None = None) -> list[nn.Module]:
 
 def pool(pooling: str) -> nn.Module:
     """Global pooling to vectors."""
-    return choose("pooling", pooling, _POOLING)(keepdim=False)  # type: ignore[no-any-return]
+    return choose("pooling", pooling, _POOLING)(keepdim=False)
 
 
 def dense(sizes: list[int]) -> list[nn.Module]:

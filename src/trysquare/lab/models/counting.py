@@ -7,7 +7,7 @@ from math import prod
 from torch import nn
 
 from trysquare.nn.geometry import ConvGeometry
-from trysquare.nn.layers.conv import _OrthogonalConvolution
+from trysquare.nn.layers.conv import OrthogonalConvolution
 
 
 def count_parameters(model: nn.Module, as_paper: bool = False) -> int:
@@ -30,7 +30,7 @@ def count_parameters(model: nn.Module, as_paper: bool = False) -> int:
     total = sum(parameter.numel() for parameter in model.parameters())
     if not as_paper:
         return total
-    layers = [layer for layer in model.modules() if isinstance(layer, _OrthogonalConvolution)]
+    layers = [layer for layer in model.modules() if isinstance(layer, OrthogonalConvolution)]
     ours = sum(tensor.numel() for layer in layers for tensor in layer.free_tensors)
     return total - ours + sum(_papers_kernel(layer.geometry) for layer in layers)
 

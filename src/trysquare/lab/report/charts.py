@@ -8,8 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trysquare.lab.report.formats import number, percent, radius, scientific
-from trysquare.lab.report.markup import LARGEST, Axis, Chart, Frame, Markup, Point, Rows, apart, join
+from trysquare.lab.report.markup import (
+    LARGEST,
+    Axis,
+    Chart,
+    Frame,
+    Markup,
+    Point,
+    Rows,
+    apart,
+    join,
+    number,
+    percent,
+    radius,
+    scientific,
+)
 from trysquare.lab.report.reading import Record
 from trysquare.verify.attacks import AttackReport
 from trysquare.verify.auditing import LayerAudit

@@ -1,4 +1,7 @@
-"""HTML and SVG from nested calls. Text is escaped unless it was made here, so nothing can be forgotten."""
+"""HTML and SVG from nested calls, and numbers as people read them.
+
+Text is escaped unless it was made here, so nothing can be forgotten. What is certified is never rounded up.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from trysquare.lab.report.formats import shortened
-
-# Not templates of Jinja2: most of a page is SVG whose numbers are computed, and the calls that write elements are the
-# 50 lines from here to ``tag``, checked as Python and escaped by default. Torch and numpy stay all that is needed.
+# Not templates of Jinja2: the header of the page, tried as one, came out the same in 82 lines (40 of template, 42 that
+# prepare its values) in place of 93. The charts, half of all, are SVG whose numbers are computed. Here the calls that
+# write elements are checked as Python, and there is one language to read.
 _VOID = {"br", "hr", "img", "meta", "wbr"}
 # Not allowed in HTML, or (lone surrogates, which JSON may hold) not in UTF-8.
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
@@ -24,7 +26,7 @@ class Markup(str):
 
 
 def escape(value: object) -> Markup:
-    """Any value as text of a page.
+    """Return any value as text of a page.
 
     >>> escape("<b> & 'c'")
     '&lt;b&gt; &amp; &#x27;c&#x27;'
@@ -35,7 +37,7 @@ def escape(value: object) -> Markup:
 
 
 def join(*parts: object) -> Markup:
-    """Parts one after another; lists and generators of parts too, and ``None`` is nothing."""
+    """Join parts, and lists and generators of parts; ``None`` is left out."""
     return Markup("".join(_flat(part) for part in parts))
 
 
@@ -46,7 +48,7 @@ def _flat(part: object) -> str:
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Markup:
-    """An element.
+    """Return an element.
 
     Args:
         name: such as ``"td"``; a constant of the program, like the names of the attributes.
@@ -65,18 +67,18 @@ def tag(name: str, /, *children: object, **attributes: object) -> Markup:
 
 
 def section(key: str, title: str, *content: object) -> Markup:
-    """A part with a heading that can be linked to."""
+    """Return a section whose heading can be linked to."""
     heading = tag("h2", title, id=f"{key}-heading")
     return tag("section", heading, *content, id=key, aria_labelledby=f"{key}-heading")
 
 
 def absent(what: str, command: str) -> Markup:
-    """That something is not there, and the command that makes it."""
+    """Say that something is missing, and which command makes it."""
     return tag("p", what, " Make it with ", tag("code", command), " and write the report again.", class_="absent")
 
 
 def table(caption: str, header: Sequence[str], rows: Sequence[Sequence[object]], class_: str = "") -> Markup:
-    """A table that scrolls by itself where it is too wide; the first cell of a row is its header."""
+    """Return a table that scrolls where it is too wide; the first cell of a row is its header."""
     head = tag("tr", [tag("th", name, scope="col") for name in header])
     body = [tag("tr", tag("th", row[0], scope="row"), [tag("td", cell) for cell in row[1:]]) for row in rows]
     inner = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", body), class_=class_ or None)
@@ -84,9 +86,103 @@ def table(caption: str, header: Sequence[str], rows: Sequence[Sequence[object]],
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> Markup:
-    """What the marks of a chart are: a class of the style sheet, and its meaning."""
+    """Return a legend: for each mark its class of the style sheet, and its meaning."""
     items = [tag("li", tag("span", class_=f"key {class_}", aria_hidden="true"), text) for class_, text in entries]
     return tag("ul", items, class_="legend")
+
+
+# Decimal fractions such as 0.29 are a little below themselves in binary.
+_SLACK = 1e-9
+NO_BREAK = "\N{NO-BREAK SPACE}"
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def percent(share: float) -> str:
+    r"""Rounded down, so that the order of accuracies is kept and 100 % means all.
+
+    >>> percent(0.9996), percent(0.29)
+    ('99.9\xa0%', '29.0\xa0%')
+    """
+    return f"{math.floor(share * 1000 + _SLACK) / 10:.1f}{NO_BREAK}%"
+
+
+def radius(value: float) -> str:
+    """A certified radius, rounded down to thousandths.
+
+    >>> radius(0.12399), radius(math.inf)
+    ('0.123', '∞')
+    """
+    if value >= 1e6:
+        return "∞" if math.isinf(value) else f"{value:.3g}"
+    return f"{math.floor(value * 1000 + _SLACK) / 1000:.3f}"
+
+
+def number(value: float | None) -> str:
+    """Seven digits, as many as float32 has; a dash for what is not known.
+
+    >>> number(1.23456789), number(None), number(math.inf)
+    ('1.234568', '–', '∞')
+    """
+    if value is None:
+        return "–"
+    return "∞" if math.isinf(value) else f"{value:.7g}"
+
+
+def bound(value: float) -> str:
+    """A certified upper bound, rounded up to millionths.
+
+    >>> bound(1.0), bound(1.0000002), bound(2.5)
+    ('1', '1.000001', '2.5')
+    """
+    if math.isinf(value):
+        return "∞"
+    # Of large numbers, doubles do not have millionths.
+    return f"{math.ceil(value * 1e6) / 1e6:.6f}".rstrip("0").rstrip(".") if value < 1e6 else f"{value * (1 + 1e-6):.6e}"
+
+
+def scientific(value: float) -> str:
+    r"""Two digits and a power of ten, rounded up.
+
+    >>> scientific(3.91e-7), scientific(0.0)
+    ('4.0\xa0×\xa010⁻⁷', '0')
+    """
+    if not value:
+        return "0"
+    exponent = math.floor(math.log10(value))
+    digits = math.ceil(value / 10.0**exponent * 10 - 1e-6) / 10
+    if digits >= 10:
+        digits, exponent = 1.0, exponent + 1
+    return f"{digits:.1f}{NO_BREAK}×{NO_BREAK}10{str(exponent).translate(_RAISED)}"
+
+
+def count(value: int) -> str:
+    """With commas.
+
+    >>> count(2300000)
+    '2,300,000'
+    """
+    return f"{value:,}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, minutes or hours, whichever are few.
+
+    >>> from trysquare.lab.report.markup import duration
+    >>> duration(12.4), duration(1800), duration(9000)
+    ('12 s', '30 min', '2.5 h')
+    """
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def shortened(text: str, length: int) -> str:
+    """At most ``length`` characters, the beginning left out: ends of layers' names tell them apart.
+
+    >>> shortened("features.stage1.conv", 11)
+    '…tage1.conv'
+    """
+    return text if len(text) <= length else f"…{text[len(text) - length + 1 :]}"
 
 
 Point = tuple[float, float]
@@ -96,7 +192,7 @@ _LETTER = 7.0
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers in a range: multiples of 1, 2 or 5 times a power of ten, at most ``most`` of them.
+    """Return round numbers in a range: multiples of 1, 2 or 5 times a power of ten, at most ``most`` of them.
 
     >>> ticks(0.0, 1.0, 6), ticks(0.13, 0.29, 5)
     ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [0.15, 0.2, 0.25])
@@ -137,7 +233,7 @@ class Axis:
         write: Callable[[float], str] = "{:g}".format,
         limits: tuple[float, float] = (-LARGEST, LARGEST),
     ) -> Axis:
-        """An axis that holds all values with some room, within limits."""
+        """Return an axis that has room for all values, within limits."""
         finite = [value for value in values if abs(value) <= LARGEST] or [0.0]
         low, high = min(finite), max(finite)
         size = max(abs(low), abs(high))
@@ -176,26 +272,26 @@ class Chart:
         self.parts: list[Markup] = []
 
     def across(self, value: float) -> float:
-        """Pixels from the left."""
+        """Return the distance of a value from the left, in pixels."""
         start, end = self.frame.left, self.frame.width - self.frame.right
         return start + _share(value, self.x) * (end - start)
 
     def down(self, value: float) -> float:
-        """Pixels from the top."""
+        """Return the distance of a value from the top, in pixels."""
         start, end = self.frame.height - self.frame.bottom, self.frame.top
         return start + _share(value, self.y) * (end - start)
 
     def add(self, name: str, /, *children: object, **attributes: object) -> None:
-        """An SVG element; numbers are rounded to a tenth of a pixel."""
+        """Add an SVG element; numbers are rounded to a tenth of a pixel."""
         rounded = {key: _pixel(value) if isinstance(value, float) else value for key, value in attributes.items()}
         self.parts.append(tag(name, *children, **rounded))
 
     def line(self, points: Iterable[Point], class_: str) -> None:
-        """A line through points."""
+        """Draw a line through points."""
         self.add("path", d=self._path(points), class_=f"line {class_}")
 
     def area(self, points: Sequence[Point], class_: str) -> None:
-        """What is between a line and the bottom."""
+        """Fill the area between a line and the bottom."""
         closed = [(points[0][0], self.y.low), *points, (points[-1][0], self.y.low)]
         self.add("path", d=self._path(closed) + "Z", class_=f"area {class_}")
 
@@ -203,21 +299,21 @@ class Chart:
         return "M" + "L".join(f"{_pixel(self.across(x))} {_pixel(self.down(y))}" for x, y in points)
 
     def dots(self, places: Iterable[Point], class_: str) -> None:
-        """Small points at pixels, as one element: there may be thousands."""
+        """Draw small points at pixels, all in one element: there may be thousands."""
         self.add("path", d="".join(f"M{_pixel(x)} {_pixel(y)}h0" for x, y in places), class_=f"dots {class_}")
 
     def marker(self, point: Point, class_: str, hint: str) -> None:
-        """A point that says what it is when pointed at."""
+        """Draw a point that says what it is when pointed at."""
         x, y = self.across(point[0]), self.down(point[1])
         self.add("circle", tag("title", hint), cx=x, cy=y, r=4.5, class_=f"marker {class_}")
 
     def diamond(self, point: Point, class_: str, hint: str) -> None:
-        """Another kind of point, told apart without its colour."""
+        """Draw another kind of point, which can be told apart without its colour."""
         x, y = _pixel(self.across(point[0])), _pixel(self.down(point[1]))
         self.add("path", tag("title", hint), d=f"M{x} {y}m0 -6l6 6l-6 6l-6 -6Z", class_=f"marker {class_}")
 
     def rule(self, class_: str, *, x: float | None = None, y: float | None = None) -> None:
-        """A straight line through the whole plot."""
+        """Draw a straight line through the whole plot."""
         left, right, top, bottom = self._edges()
         if x is not None:
             left = right = self.across(x)
@@ -226,7 +322,7 @@ class Chart:
         self.add("line", x1=left, x2=right, y1=top, y2=bottom, class_=class_)
 
     def text(self, x: float, y: float, content: str, class_: str = "", anchor: str = "start") -> None:
-        """Text at pixels."""
+        """Write text at pixels."""
         self.add("text", content, x=x, y=y, class_=class_ or None, text_anchor=anchor)
 
     def _edges(self) -> tuple[float, float, float, float]:
@@ -234,7 +330,7 @@ class Chart:
         return frame.left, frame.width - frame.right, frame.top, frame.height - frame.bottom
 
     def draw_x(self, class_: str = "grid") -> None:
-        """Ticks, lines through them and the label of the horizontal axis."""
+        """Draw ticks, lines through them and the label of the horizontal axis."""
         left, right, _, bottom = self._edges()
         for value in ticks(self.x.low, self.x.high, max(2, int((right - left) // 64))):
             self.rule(class_, x=value)
@@ -242,7 +338,7 @@ class Chart:
         self.text(right, bottom + 37, self.x.label, "label", "end")
 
     def draw_y(self) -> None:
-        """Ticks, lines through them and, above, the label of the vertical axis."""
+        """Draw ticks, lines through them and, above, the label of the vertical axis."""
         left, _, top, bottom = self._edges()
         for value in ticks(self.y.low, self.y.high, max(2, int((bottom - top) // 30))):
             self.rule("grid", y=value)
@@ -250,7 +346,7 @@ class Chart:
         self.text(0.0, 12.0, self.y.label, "label")
 
     def rendered(self, class_: str = "") -> Markup:
-        """The picture."""
+        """Return the picture."""
         frame, ids = self.frame, (f"{self.key}-title", f"{self.key}-text")
         return tag(
             "svg",
@@ -297,19 +393,19 @@ class Rows(Chart):
             self.text(width, self.down(row + 0.5) + 4, remark, "tick", "end")
 
     def bar(self, row: int, start: float, end: float, class_: str, thickness: float) -> None:
-        """From one value to another, in a row."""
+        """Draw a bar from one value to another, in a row."""
         x, wide = self.across(start), self.across(end) - self.across(start)
         y = self.down(row + 0.5) - thickness / 2
         self.add("rect", x=x, y=y, width=max(wide, 0.8), height=thickness, class_=class_)
 
     def stroke(self, row: int, value: float, class_: str, height: float) -> None:
-        """An upright stroke at a value, in a row."""
+        """Draw an upright stroke at a value, in a row."""
         x, y = self.across(value), self.down(row + 0.5)
         self.add("line", x1=x, x2=x, y1=y - height / 2, y2=y + height / 2, class_=class_)
 
 
 def _share(value: float, axis: Axis) -> float:
-    """How far along the axis; what is outside is drawn at its end."""
+    """Return how far along the axis a value is; what is outside is drawn at its end."""
     return min(1.0, max(0.0, (value - axis.low) / (axis.high - axis.low)))
 
 
@@ -318,7 +414,7 @@ def _pixel(value: float) -> str:
 
 
 def apart(places: Sequence[float], distance: float, lowest: float, highest: float) -> list[float]:
-    """Places moved as little as a sweep down and one up need, so that labels there do not overlap.
+    """Move places apart by one sweep down and one up, so that labels there do not overlap.
 
     >>> apart([10.0, 12.0, 40.0], 14.0, 0.0, 100.0)
     [10.0, 24.0, 40.0]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +19,23 @@ from torch import Tensor
 from trysquare.files import inside, write_whole
 from trysquare.lab.data import DATASETS, Images, load
 from trysquare.lab.report.charts import certified_series, class_chart, curve_chart, line_chart, series, spectra_chart
-from trysquare.lab.report.formats import bound, count, duration, number, percent, radius, scientific
-from trysquare.lab.report.markup import Markup, absent, join, legend, section, table, tag
-from trysquare.lab.report.reading import COMMANDS, Results, read_recipe, read_results
+from trysquare.lab.report.markup import (
+    Markup,
+    absent,
+    bound,
+    count,
+    duration,
+    join,
+    legend,
+    number,
+    percent,
+    radius,
+    scientific,
+    section,
+    table,
+    tag,
+)
+from trysquare.lab.report.reading import COMMANDS, Results, read_results, recipe_sections
 from trysquare.verify.attacks import CertificateError
 from trysquare.verify.auditing import AuditReport
 from trysquare.verify.certification import Certificate, radius_text
@@ -68,7 +81,7 @@ def write_report(
 
 
 def page(run: Results, images: Images | None, why_no_images: str) -> Markup:
-    """The whole page."""
+    """Return the whole page."""
     title = f"{run.path.resolve().name}: robustness report"
     head = tag(
         "head",
@@ -125,7 +138,7 @@ def _style() -> Markup:
 
 
 def warnings(run: Results) -> list[Markup]:
-    """What speaks against the certificate, at the top of the page."""
+    """Return the reasons to doubt the certificate, which stand at the top of the page."""
     found: list[tuple[object, ...]] = [
         (
             tag("strong", f"The {name} is of other weights"),
@@ -145,7 +158,7 @@ def warnings(run: Results) -> list[Markup]:
 
 
 def _disproof(run: Results) -> CertificateError | None:
-    """What the attack has shown to be wrong."""
+    """Return the error by which the attack disproves the certificate, if it does."""
     try:
         if run.attack is not None:
             run.attack.check()
@@ -155,7 +168,7 @@ def _disproof(run: Results) -> CertificateError | None:
 
 
 def _same_certificate(run: Results) -> bool:
-    """Whether the attack was made for the certificate; not known, so granted, if it was on fewer samples."""
+    """Return whether the attack is of this certificate; on fewer samples that is not known, so granted."""
     attack, certificate = run.attack, run.certificate
     if attack is None or attack.samples != len(certificate.radii):
         return True
@@ -176,7 +189,7 @@ def headline(run: Results) -> Markup:
         tag("b", percent(certificate.clean_accuracy)),
         " correctly. For ",
         tag("b", percent(certificate.certified_accuracy(first)), class_="accent"),
-        f" {proved} that no change of length up to {radius_text(first)} turns the answer.",
+        f" {proved} that no change of length up to {radius_text(first)} changes the answer.",
         class_="headline",
     )
 
@@ -213,14 +226,14 @@ def facts(run: Results) -> Markup:
         ("Evaluation error", scientific(certificate.evaluation_error), measured),
         ("Median radius", radius(float(certificate.radii.median())), "of all images, wrong ones at 0"),
         ("Parameters", count(run.parameters), " × ".join(map(str, certificate.input_shape)) + " inputs"),
-        *_training(run),
+        *_duration(run),
     ]
     pairs = [tag("div", tag("dt", name), tag("dd", value, tag("small", note))) for name, value, note in entries]
     return tag("dl", pairs, class_="facts")
 
 
-def _training(run: Results) -> list[tuple[str, str, str]]:
-    """How long it took, if that was recorded."""
+def _duration(run: Results) -> list[tuple[str, str, str]]:
+    """Return how long training took, if that was recorded."""
     if not run.metrics or "seconds" not in run.metrics[-1].values:
         return []
     last = run.metrics[-1]
@@ -251,7 +264,7 @@ def _proved(certificate: Certificate) -> str:
     return (
         "Each image has a radius. Add anything to its pixels (from 0 to 1, before any scaling): as long as the change "
         "is shorter than the radius, in Euclidean length, the function that the weights define gives the same class. "
-        f"This holds for every attack, known or not. It follows from the weights in use: {source}. Assumed are float64 "
+        f"This holds for every attack, known or not. It follows from the weights in use: {source}. It assumes float64 "
         "arithmetic by IEEE 754. Rounding errors of the evaluation in float64 are bounded, and taken off."
     )
 
@@ -272,8 +285,8 @@ def _not_covered(clean: float, samples: int) -> str:
     return (
         "Longer changes, and those that are not small in this sense: rotation, blur, other light. Other images, which "
         "have no radius until they are evaluated; from a test set of this size, the accuracy on new images of the same "
-        f"kind is known to about ±{100 * spread:.1f} percentage points. Wrong labels. Weights that model.pt did not "
-        "hold when the certificate was made."
+        f"kind is known to about ±{100 * spread:.1f} percentage points. Wrong labels. Weights that the "
+        "model's file did not hold when the certificate was made."
     )
 
 
@@ -294,7 +307,7 @@ def curve(run: Results) -> Markup:
         tag(
             "p",
             "Below the curve it is proved that answers stay right, whatever the attack",
-            "." if attack is None else "; above a diamond an attack has turned them. The truth lies between.",
+            "." if attack is None else "; above a diamond an attack has changed them. The truth lies between.",
         ),
         tag("figure", legend(entries), curve_chart(certificate, attack)),
         _attack_note(run),
@@ -425,7 +438,7 @@ def provenance(run: Results) -> Markup:
     return section("provenance", "How it was made", tag("div", recipe, used, class_="pair"))
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -484,7 +497,7 @@ _COLOURS = {1: 0, 3: 2}  # channels to the colour type of PNG
 
 
 def png(image: Tensor) -> bytes:
-    r"""An image as a PNG file.
+    r"""Return an image as a PNG file.
 
     Args:
         image: uint8 ``(c, h, w)`` with 1 or 3 channels.
@@ -505,13 +518,13 @@ def _chunk(kind: bytes, content: bytes) -> bytes:
 
 
 def data_uri(image: Tensor, white: int) -> str:
-    """A picture as an address that holds it; ``white`` is the brightest level, 255 in the picture."""
+    """Return a picture as a data URI; ``white`` is the brightest level, which becomes 255."""
     levels = (image.double() * (255 / white)).round().clamp(0, 255).to(torch.uint8)
     return "data:image/png;base64," + base64.b64encode(png(levels)).decode()
 
 
 def reason_not_to_show(images: Images, certificate: Certificate) -> str | None:
-    """Why the images are not those of the certificate, or cannot be shown; ``None`` if they can.
+    """Return why the images are not those of the certificate, or cannot be shown; ``None`` if they can.
 
     The certificate may be of the first of the images.
     """
@@ -527,7 +540,7 @@ def reason_not_to_show(images: Images, certificate: Certificate) -> str | None:
 
 
 def recipe_images(run: Path, root: str | None = None) -> tuple[Images | None, str]:
-    """The test images of the data set that the recipe of a run names; or none, and why.
+    """Return the test images of the data set that the recipe of a run names; or none, and why.
 
     Args:
         run: directory of the run.
@@ -536,7 +549,7 @@ def recipe_images(run: Path, root: str | None = None) -> tuple[Images | None, st
     Raises:
         ValueError: if the run has no recipe, or a damaged one.
     """
-    _, sections = read_recipe(run)
+    _, sections = recipe_sections(run)
     data = sections.get("data")
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         return None, "The recipe does not name a data set."

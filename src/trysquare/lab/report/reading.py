@@ -1,4 +1,4 @@
-"""What is in a run directory. A damaged file is named, with what was expected of it."""
+"""Read the directory of a run. Errors name the damaged file, and say what was expected of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from trysquare.files import DIGEST, LARGEST_RECIPE, LARGEST_TEXT, read_file, sha256
 from trysquare.lab.checkpoint import MODEL_FILES, read_checkpoint
@@ -63,8 +63,8 @@ class Results:
 
     path: Path
     recipe: str
-    sections: Mapping[str, Any]
-    versions: Mapping[str, Any]
+    sections: Mapping[str, object]
+    versions: Mapping[str, object]
     metrics: tuple[Record, ...]
     parameters: int
     certificate: Certificate
@@ -73,11 +73,11 @@ class Results:
     outdated: tuple[str, ...]
 
     def command(self, name: str) -> str:
-        """What to type to have this done to the run."""
+        """Return the command that does this to the run."""
         return f"trysquare {name} {shlex.quote(str(self.path))}"
 
-    def setting(self, section: str, key: str) -> Any:
-        """A value of the recipe; ``None`` if it is not there."""
+    def setting(self, section: str, key: str) -> object:
+        """Return a value of the recipe; ``None`` if it is not there."""
         part = self.sections.get(section)
         return part.get(key) if isinstance(part, dict) else None
 
@@ -90,7 +90,7 @@ def read_results(path: Path) -> Results:
     """
     if not path.is_dir():
         raise ValueError(f"{path}: expected the directory of a run, found none")
-    recipe, sections = read_recipe(path)
+    recipe, sections = recipe_sections(path)
     return Results(
         path,
         recipe,
@@ -105,7 +105,7 @@ def read_results(path: Path) -> Results:
     )
 
 
-def read_recipe(path: Path) -> tuple[str, Mapping[str, Any]]:
+def recipe_sections(path: Path) -> tuple[str, Mapping[str, object]]:
     """Return text and sections of the recipe of a run.
 
     Raises:
@@ -121,7 +121,7 @@ def read_recipe(path: Path) -> tuple[str, Mapping[str, Any]]:
 
 
 def _outdated(path: Path) -> tuple[str, ...]:
-    """Files that name the digest of another model; one without was not written by a command, and is believed."""
+    """Return the files that name the digest of another model; a file without a digest is believed."""
     digest = sha256(_model(path))
     files = {name: path / f"{name}.json" for name in COMMANDS}
     about = {name: json.loads(read_file(file)).get(DIGEST, digest) for name, file in files.items() if file.is_file()}
@@ -144,7 +144,7 @@ def _read(
 
 
 class _MissingError(ValueError):
-    """A file that is not there."""
+    """Raised for a file that is not there."""
 
 
 def _present(path: Path, maker: str) -> Path:
@@ -158,11 +158,11 @@ def _brief(error: BaseException) -> str:
     return text if len(text) <= 300 else f"{text[:300]} …"
 
 
-def _object(content: bytes) -> Mapping[str, Any]:
+def _object(content: bytes) -> Mapping[str, object]:
     return _mapping(json.loads(content))
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: object) -> Mapping[str, object]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ValueError(f"{type(value).__name__} where names with values should be")
     return value
@@ -228,7 +228,7 @@ def _metrics(content: bytes) -> tuple[Record, ...]:
     return tuple(records)
 
 
-def _record(content: Mapping[str, Any]) -> Record:
+def _record(content: Mapping[str, object]) -> Record:
     kind, step = content.get("kind"), _finite(content.get("step"))
     if kind not in KINDS or step is None:
         raise ValueError(f"kind {kind!r} must be one of {KINDS}, and step {content.get('step')!r} a number")
@@ -242,7 +242,7 @@ def _record(content: Mapping[str, Any]) -> Record:
     return Record(kind, step, values, shares)
 
 
-def _finite(value: Any) -> float | None:
+def _finite(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None

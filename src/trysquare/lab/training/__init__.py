@@ -4,11 +4,10 @@
 ['cifar10-accurate', 'cifar10-cpu', 'cifar10-robust']
 """
 
-from trysquare.lab.training.distribution import first_to_fail, leads
+from trysquare.lab.training.distribution import first_to_fail, is_main_process
 from trysquare.lab.training.loop import StoppedError, resume, train
 from trysquare.lab.training.recipe import Recipe, read_recipe, recipes, resolve, split_overrides
-from trysquare.lab.training.results import ATTACKS, attack_run, audit_run, certify_run, export_run
-from trysquare.lab.training.run import Run, load_run
+from trysquare.lab.training.run import ATTACKS, Run, attack_run, audit_run, certify_run, export_run, load_run
 from trysquare.lab.training.step import OPTIMIZERS
 
 __all__ = [
@@ -22,7 +21,7 @@ __all__ = [
     "certify_run",
     "export_run",
     "first_to_fail",
-    "leads",
+    "is_main_process",
     "load_run",
     "read_recipe",
     "recipes",

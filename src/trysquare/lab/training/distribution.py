@@ -1,4 +1,4 @@
-"""One process, or several that torchrun has started."""
+"""Training in one process, or in several that torchrun has started."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run, and the place of this one.
+    """The processes of a run, and the rank of this one among them.
 
     Attributes:
         device: of this process.
@@ -35,37 +35,37 @@ class World:
     size: int = 1
 
     @property
-    def leads(self) -> bool:
-        """Whether this process is the one that writes and talks."""
+    def is_main(self) -> bool:
+        """Whether this process is the one that writes files and shows progress."""
         return self.rank == 0
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum over all processes."""
+        """Return the sum over all processes."""
         if dist.is_initialized():
             dist.all_reduce(values)
         return values
 
     def shared(self, value: T) -> T:
-        """What process 0 has."""
+        """Return the value that process 0 has."""
         if not dist.is_initialized():
             return value
-        box: list[Any] = [value]
+        box: list[T] = [value]
         dist.broadcast_object_list(box)
-        return box[0]  # type: ignore[no-any-return]
+        return box[0]
 
     def wrapped(self, model: nn.Module) -> nn.Module:
-        """The model, with gradients that are averaged over all processes."""
+        """Return the model with gradients that are averaged over all processes."""
         return DistributedDataParallel(model) if dist.is_initialized() else model
 
 
-def leads() -> bool:
-    """Whether this process is the first of those that torchrun has started, or the only one."""
+def is_main_process() -> bool:
+    """Return whether this process is the first that torchrun has started, or the only one."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
 @cache
 def first_to_fail() -> bool:
-    """Whether this process is the one that says why the run ends: the first of those of torchrun that asks.
+    """Return whether this process is to say why the run ends: it is, if it asks before all others.
 
     The others end because it did, or for the same reason. All processes count in the store through which torchrun lets
     them meet, so that it works before they have joined and after one has gone.
@@ -78,11 +78,11 @@ def first_to_fail() -> bool:
         store = connect(address, port, timeout=timedelta(seconds=5), wait_for_workers=False)
         return bool(store.add("trysquare/failures", 1) == 1)
     except (KeyError, ValueError, RuntimeError):  # nobody to ask
-        return leads()
+        return is_main_process()
 
 
 def chosen_device(name: str) -> torch.device:
-    """A device by name; ``"auto"`` is the GPU of this process if there is one.
+    """Return a device by name; ``"auto"`` is the GPU of this process if there is one.
 
     Raises:
         ValueError: if torch does not know it, or cannot use it here.
@@ -101,7 +101,7 @@ def chosen_device(name: str) -> torch.device:
 
 @contextmanager
 def joined(device: str = "auto") -> Iterator[World]:
-    """The world of this process: that of torchrun, or a world of one. Processes leave it together, unless one fails.
+    """Join the processes of torchrun, or run as one. Processes leave together, unless one fails.
 
     Raises:
         ValueError: as ``chosen_device``.

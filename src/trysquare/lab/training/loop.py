@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluations, checkpoints, progress on the screen, and stopping."""
+"""The training loop: build everything that a recipe names, then take steps, evaluate and write checkpoints."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from trysquare.lab.training.build import Setup, build_setup, radius_schedule
-from trysquare.lab.training.distribution import joined
-from trysquare.lab.training.recipe import Recipe
-from trysquare.lab.training.run import Run, load_run, starting
-from trysquare.lab.training.step import Gradients, takes_head
+from trysquare.lab.data import Loader
+from trysquare.lab.data.registry import check_images
+from trysquare.lab.models import Classifier, build
+from trysquare.lab.training.distribution import World, joined
+from trysquare.lab.training.recipe import MARGINS, Recipe
+from trysquare.lab.training.run import Run, load_images, load_run, starting
+from trysquare.lab.training.step import OPTIMIZERS, Gradients, takes_head
 from trysquare.naming import shown
+from trysquare.nn.losses import Loss, make_loss, margin_for_radius
 from trysquare.nn.parametrizations.base import continue_from, steps_taken
 from trysquare.verify.certification import certified_radius, evaluating, radius_text
 from trysquare.verify.lipschitz import analyse
@@ -36,7 +38,7 @@ _MAY_CHANGE = (
 
 
 class StoppedError(Exception):
-    """A run that was asked to stop, and has written a checkpoint."""
+    """Raised when a run was asked to stop; it has written a checkpoint."""
 
 
 def train(recipe: Recipe, out: str | os.PathLike[str] | None = None, *, quiet: bool = False) -> Run:
@@ -62,13 +64,14 @@ def train(recipe: Recipe, out: str | os.PathLike[str] | None = None, *, quiet: b
     ('evaluation', torch.Size([1, 10]))
     """
     with joined(recipe.train.device) as world:
-        setup = build_setup(recipe, world)
-        with starting(recipe, out) if world.leads else nullcontext() as own:
-            run: Any = world.shared(own)
-            return _Training(setup, run, quiet).run_to_the_end()
+        training = Training(recipe, world)
+        with starting(recipe, out) if world.is_main else nullcontext() as own:
+            run = world.shared(own)
+            assert run is not None  # what the first process has made
+            return training.run_to_the_end(run, quiet)
 
 
-def resume(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None, *, quiet: bool = False) -> Run:
+def resume(path: str | os.PathLike[str], overrides: Mapping[str, object] | None = None, *, quiet: bool = False) -> Run:
     """Continue a run from its last checkpoint, bit for bit as if it had not been stopped (on one process).
 
     Args:
@@ -84,18 +87,38 @@ def resume(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = N
         if key not in _MAY_CHANGE:
             raise ValueError(f"{key} cannot change while a run is resumed; what can: {', '.join(_MAY_CHANGE)}")
     run = load_run(path, overrides)
-    with joined(run.recipe.train.device) as world, run.locked() if world.leads else nullcontext():
+    with joined(run.recipe.train.device) as world, run.locked() if world.is_main else nullcontext():
         state = run.read_state()  # before the model of the recipe is made, which may be a stranger's too
-        training = _Training(build_setup(run.recipe, world), run, quiet)
-        training.restore(state)
-        if world.leads:
+        training = Training(run.recipe, world)
+        training.restore(state, run)
+        if world.is_main:
             run.write("recipe.yaml", run.recipe.to_yaml())
-        return training.run_to_the_end()
+        return training.run_to_the_end(run, quiet)
+
+
+def build_loss(recipe: Recipe, model: Classifier, input_shape: tuple[int, ...]) -> Loss:
+    """Return the loss; a radius becomes the margin that certifies it, by the initial model's Lipschitz constant."""
+    name, options = recipe.loss.name, dict(recipe.loss.options)
+
+    def constant() -> float:
+        with evaluating(model), torch.no_grad():
+            rows = model.head.weight
+            # Losses take the √2 of orthonormal rows for granted.
+            apart = float(torch.cdist(rows, rows).max()) / math.sqrt(2) if len(rows) > 1 else 1.0
+            return analyse(model, input_shape, compare=False).features_bound * apart
+
+    if "lipschitz" in options and options["lipschitz"] is None:
+        options["lipschitz"] = constant()
+    if name in MARGINS:
+        radius = options.pop("radius")
+        if radius is not None:
+            options[MARGINS[name]] = margin_for_radius(radius, constant())
+    return make_loss(name, **options)
 
 
 @dataclass
 class _Progress:
-    """Where a run is; all of it is in a checkpoint."""
+    """How far a run has come. A checkpoint holds all of it."""
 
     epoch: int = 0
     batch: int = 0
@@ -105,178 +128,259 @@ class _Progress:
     sums: list[float] = field(default_factory=lambda: [0.0] * 4)
     metrics_size: int = 0
 
-    def check(self) -> None:
-        """Refuse what no run can have written.
-
-        Raises:
-            ValueError: if something is no number, or negative.
-        """
+    def __post_init__(self) -> None:
+        """Refuse what no run can have written."""
         counts = (self.epoch, self.batch, self.step, self.metrics_size)
-        numbers = (self.seconds, *self.sums)
         if len(self.sums) != 4 or not all(isinstance(count, int) and count >= 0 for count in counts):
             raise ValueError(f"progress={shown(vars(self))} must be counts, at least 0")
-        if not all(isinstance(number, int | float) for number in numbers):
+        if not all(isinstance(number, int | float) for number in (self.seconds, *self.sums)):
             raise ValueError(f"progress={shown(vars(self))} must be numbers")
 
 
-class _Training:
-    """A run under way."""
+@dataclass(frozen=True)
+class Evaluation:
+    """Results on the test images, with the certified accuracy by radius."""
 
-    def __init__(self, setup: Setup, run: Run, quiet: bool) -> None:
-        self.setup, self.run, self.world, self.recipe = setup, run, setup.world, setup.recipe
-        self.progress = _Progress()
-        wrapped = self.world.wrapped(setup.model)
-        settings = self.recipe.train
-        self.gradients = Gradients(wrapped, setup.loss, settings.accumulate, settings.precision)
-        self.set_radius = radius_schedule(self.recipe, setup.loss, setup.steps)
-        self.parameters = [parameter for parameter in setup.model.parameters() if parameter.requires_grad]
-        self.stream = None if quiet or not self.world.leads else sys.stderr
+    loss: float
+    accuracy: float
+    certified: dict[float, float]
 
-    def run_to_the_end(self) -> Run:
-        """Train what is left."""
-        settings, progress = self.recipe.train, self.progress
-        shown = sorted(self.recipe.evaluate.epsilons)[len(self.recipe.evaluate.epsilons) // 2]
-        self.display = Display(settings.epochs, self.setup.steps, progress.step, shown, self.stream)
-        self.display.say(f"run directory: {self.run.path}")
-        self.setup.model.train()
+
+class Training:
+    """A training run: everything it works with, and how far it has come.
+
+    Data on disk is checked on the way, by the first process for all.
+
+    Attributes:
+        model: with the weights of the recipe's seed.
+        arguments: those of ``ts.models.build`` that made it.
+        loss: with the margin of the recipe's radius.
+        train: batches of this process.
+        test: those of its share of the test images, in order and not augmented.
+        stepper: the optimizer, for all ``steps``.
+
+    Raises:
+        ValueError: if data is missing or damaged, or parts of the recipe do not fit it or each other.
+    """
+
+    run: Run
+    """Where ``run_to_the_end`` writes."""
+
+    def __init__(self, recipe: Recipe, world: World) -> None:
+        self.recipe, self.world, self.progress = recipe, world, _Progress()
+        settings, images, test_images = recipe.train, load_images(recipe, "train"), load_images(recipe, "test")
+        if world.is_main:
+            for split in (images, test_images):
+                check_images(split)
+        classes, self.input_shape = len(images.classes), tuple(images[0][0].shape)
+        self.arguments: dict[str, Any] = {
+            "name": recipe.model.name, "input_shape": self.input_shape, "classes": classes, **recipe.model.options,
+        }  # fmt: skip
+        torch.manual_seed(settings.seed)
+        self.model = build(**self.arguments).to(world.device)
+
+        if settings.batch_size > len(images):
+            raise ValueError(
+                f"train.batch_size={settings.batch_size} is more than the {len(images)} training images: "
+                f"lower it to at most {len(images)}"
+            )
+        if settings.batch_size % world.size:
+            raise ValueError(
+                f"train.batch_size={settings.batch_size} must be a multiple of the number of processes, {world.size}"
+            )
+        place: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "device": world.device}
+        place["workers"] = recipe.data.workers
+        self.train = Loader(
+            images, settings.batch_size, recipe.data.augment, settings.seed, shuffle=True, drop_last=True, **place
+        )
+        self.test = Loader(test_images, max(recipe.evaluate.batch_size, world.size), **place)
+        self.steps = settings.epochs * len(self.train)
+
+        self.loss = build_loss(recipe, self.model, self.input_shape)
+        self._require_loss_of(classes)
+        self.margin = MARGINS.get(recipe.loss.name, "radius")  # the attribute that holds it
+        self.final_margin = None if settings.radius_start is None else float(getattr(self.loss, self.margin))
+        self.stepper = OPTIMIZERS[recipe.optimizer.name](
+            self.model.parameters(), self.steps, **recipe.optimizer.options
+        )
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.gradients = Gradients(world.wrapped(self.model), self.loss, settings.accumulate, settings.precision)
+
+    def _require_loss_of(self, classes: int) -> None:
+        """Refuse a loss that does not take a logit for each class, before a run finds out at its first step."""
+        name, options = self.recipe.loss.name, shown(dict(self.recipe.loss.options))
+        logits = torch.zeros(1, classes, device=self.world.device)
+        try:
+            with torch.no_grad():
+                value = float(self.loss_of(logits, torch.zeros(1, dtype=torch.int64, device=logits.device)))
+        except ValueError as error:
+            raise ValueError(f"loss {name!r} does not take {classes} classes: {error}") from error
+        if not math.isfinite(value):
+            raise ValueError(
+                f"loss {name!r} with {options} is {value} where all logits are 0: take numbers that are less extreme"
+            )
+
+    def loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss, which is given the weight of the head if it takes one."""
+        options = {"head": self.model.head.weight} if takes_head(self.loss) else {}
+        return self.loss(logits, labels, **options)
+
+    def run_to_the_end(self, run: Run, quiet: bool = False) -> Run:
+        """Train what is left, epoch by epoch, and write into the directory of the run."""
+        self.run, progress, epochs = run, self.progress, self.recipe.train.epochs
+        epsilons, stream = (
+            sorted(self.recipe.evaluate.epsilons),
+            sys.stderr if self.world.is_main and not quiet else None,
+        )
+        self.display = Display(epochs, self.steps, progress.step, epsilons[len(epsilons) // 2], stream)
+        self.display.say(f"run directory: {run.path}")
+        self.model.train()
         with _stop_requests() as stop:
-            while progress.epoch < settings.epochs:
-                self._epoch(stop)
-        return self.run
+            while progress.epoch < epochs:
+                began, spent, before = time.monotonic(), progress.seconds, progress.sums[3]
+                for images, labels in self.train.epoch(progress.epoch, progress.batch):
+                    stopping = self.step(images, labels, stop.is_set())
+                    passed = time.monotonic() - began
+                    progress.seconds, progress.sums[3] = spent + passed, before + passed
+                    self.show()
+                    if stopping:
+                        self._stop()
+                    if progress.step % (self.recipe.train.checkpoint_every or math.inf) == 0:
+                        self.save()
+                loss, right, images_seen, seconds = progress.sums
+                speed = images_seen / seconds
+                self._record("train", loss=loss / images_seen, accuracy=right / images_seen, images_per_second=speed)
+                if progress.epoch + 1 == epochs or (progress.epoch + 1) % self.recipe.evaluate.every == 0:
+                    self._evaluate_and_save()
+                progress.epoch, progress.batch, progress.sums = progress.epoch + 1, 0, [0.0] * 4
+                self.save()
+        return run
 
-    def _epoch(self, stop: threading.Event) -> None:
-        progress, began = self.progress, time.monotonic()
-        spent = progress.seconds, progress.sums[3]
-
-        def clock() -> None:
-            passed = time.monotonic() - began
-            progress.seconds, progress.sums[3] = spent[0] + passed, spent[1] + passed
-
-        for images, labels in self.setup.train.epoch(progress.epoch, progress.batch):
-            stopping = self._step(images, labels, stop.is_set())
-            clock()
-            self._show()
-            if stopping:
-                self._stop()
-            if progress.step % (self.recipe.train.checkpoint_every or math.inf) == 0:
-                self._checkpoint()
-        clock()
-        self._end_epoch()
-
-    def _step(self, images: Tensor, labels: Tensor, stop: bool) -> bool:
-        """One step of the optimizer; whether any process wants to stop after it."""
-        progress, optimizer = self.progress, self.setup.stepper.optimizer
+    def step(self, images: Tensor, labels: Tensor, stop: bool) -> bool:
+        """Take one step of the optimizer, and return whether any process wants to stop after it."""
+        progress, optimizer = self.progress, self.stepper.optimizer
         self.set_radius(progress.step)
         optimizer.zero_grad(set_to_none=True)
         counts = self.gradients(images, labels)
         *sums, stops = self.world.total(torch.cat([counts, counts.new_tensor([float(stop)])])).tolist()
         norm = get_total_norm([parameter.grad for parameter in self.parameters if parameter.grad is not None])
-        self._require_finite(sums[0], float(norm))
+        if not (math.isfinite(sums[0]) and math.isfinite(float(norm))):
+            raise FloatingPointError(
+                f"training stopped in epoch {progress.epoch + 1}, step {progress.step + 1}: the loss is {sums[0]} and "
+                f"the norm of the gradient is {float(norm)}; {self._kept()}. Lower optimizer.lr or set train.clip"
+            )
         if self.recipe.train.clip is not None:
             clip_grads_with_norm_(self.parameters, self.recipe.train.clip, norm)
-        self.setup.stepper.step(progress.step)
+        self.stepper.step(progress.step)
         progress.step, progress.batch = progress.step + 1, progress.batch + 1
         progress.sums[:3] = [total + new for total, new in zip(progress.sums, sums, strict=False)]
         return stops > 0
 
-    def _require_finite(self, loss: float, norm: float) -> None:
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise FloatingPointError(
-                f"training stopped in epoch {self.progress.epoch + 1}, step {self.progress.step + 1}: the loss is "
-                f"{loss} and the norm of the gradient is {norm}; {self._kept()}. Lower optimizer.lr or set train.clip"
-            )
+    def set_radius(self, step: int) -> None:
+        """Give the loss its radius, or margin, for this step while it rises from ``train.radius_start``."""
+        start = self.recipe.train.radius_start
+        if start is not None and self.final_margin is not None:
+            final = self.recipe.loss.options["radius"]
+            share = min(step / max(1, math.ceil(self.recipe.train.radius_ramp * self.steps)), 1.0)
+            setattr(self.loss, self.margin, self.final_margin * (start + (final - start) * share) / final)
 
-    def _kept(self) -> str:
-        if (self.run.path / "checkpoint.pt").is_file():
-            return f"the last checkpoint is {self.run.path / 'checkpoint.pt'}"
-        return "there was no checkpoint yet"
-
-    def _show(self) -> None:
+    def show(self) -> None:
+        """Show progress, if it is time for another line."""
         if self.display.due():
             progress = self.progress
             loss, right, images, seconds = progress.sums
             self.display.show(progress.epoch, progress.step, loss / images, right / images, images / seconds)
 
-    def _end_epoch(self) -> None:
-        progress, settings = self.progress, self.recipe.train
-        loss, right, images, seconds = progress.sums
-        self._record("train", loss=loss / images, accuracy=right / images, images_per_second=images / seconds)
-        last = progress.epoch + 1 == settings.epochs
-        if last or (progress.epoch + 1) % self.recipe.evaluate.every == 0:
-            self._evaluate()
-        progress.epoch, progress.batch, progress.sums = progress.epoch + 1, 0, [0.0] * 4
-        self._checkpoint()
+    @torch.no_grad()
+    def evaluate(self) -> Evaluation:
+        """Evaluate the weights as they are now, on the shares of all processes.
 
-    def _evaluate(self) -> None:
+        Certified accuracies use the Lipschitz bound of these weights. They leave out what ``ts.certify`` does on top:
+        it takes off the error of evaluation, which is about 1e-6.
+        """
+        epsilons = self.recipe.evaluate.epsilons
+        counts = torch.zeros(3 + len(epsilons), dtype=torch.float64)
+        with evaluating(self.model):
+            found = analyse(self.model, self.input_shape, compare=False)
+            for images, labels in self.test.epoch(0):
+                if len(labels):
+                    logits = self.model(images)
+                    loss = float(self.loss_of(logits, labels)) * len(labels)
+                    radii = certified_radius(logits, labels, found.features_bound, found.head_weight)
+                    right = int((logits.argmax(1) == labels).sum())
+                    counts += torch.tensor([loss, right, len(labels), *(int((radii > e).sum()) for e in epsilons)])
+        loss, right, count, *certified = self.world.total(counts.to(self.world.device)).tolist()
+        shares = {epsilon: number / count for epsilon, number in zip(epsilons, certified, strict=True)}
+        return Evaluation(loss / count, right / count, shares)
+
+    def _evaluate_and_save(self) -> None:
         """Measure and save the weights that the optimizer evaluates with."""
         began = time.monotonic()
-        with self.setup.stepper.evaluation_weights():
-            found: Evaluation = evaluate(self.setup)
-            if self.world.leads:
-                self.run.save_model(self.setup.model, self.setup.arguments)
+        with self.stepper.evaluation_weights():
+            found: Evaluation = self.evaluate()
+            if self.world.is_main:
+                self.run.save_model(self.model, self.arguments)
         self.progress.seconds += time.monotonic() - began
         self.display.evaluated(self.progress.epoch, found)
         # Programs read these keys with ``float``, so they are decimals where people are shown 36/255.
         certified = {f"{epsilon:.6g}": share for epsilon, share in found.certified.items()}
         self._record("evaluation", loss=found.loss, accuracy=found.accuracy, certified=certified)
 
-    def _record(self, kind: str, **numbers: Any) -> None:
+    def _record(self, kind: str, **numbers: object) -> None:
         progress = self.progress
         record = {"kind": kind, "epoch": progress.epoch + 1, "step": progress.step, **numbers}
-        record |= {"seconds": round(progress.seconds, 3), "lr": self.setup.stepper.learning_rate}
-        if self.world.leads:
+        record |= {"seconds": round(progress.seconds, 3), "lr": self.stepper.learning_rate}
+        if self.world.is_main:
             progress.metrics_size = self.run.append_metrics(record)
 
-    def _checkpoint(self) -> None:
-        if not self.world.leads:
+    def save(self) -> None:
+        """Write a checkpoint, from which ``restore`` goes on."""
+        if not self.world.is_main:
             return
         if not all(bool(parameter.isfinite().all()) for parameter in self.parameters):
             raise FloatingPointError(f"weights are not finite after step {self.progress.step}; {self._kept()}")
         self.run.save_state(
             {
-                "model": self.setup.model.state_dict(),
-                "model_arguments": self.setup.arguments,
-                "optimizer": self.setup.stepper.optimizer.state_dict(),
-                "steps_seen": steps_taken(self.setup.stepper.optimizer),
+                "model": self.model.state_dict(),
+                "model_arguments": self.arguments,
+                "optimizer": self.stepper.optimizer.state_dict(),
+                "steps_seen": steps_taken(self.stepper.optimizer),
                 "progress": vars(self.progress),
                 "random": torch.get_rng_state(),
             }
         )
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def _kept(self) -> str:
+        path = self.run.path / "checkpoint.pt"
+        return f"the last checkpoint is {path}" if path.is_file() else "there was no checkpoint yet"
+
+    def restore(self, state: Mapping[str, Any], run: Run) -> None:
         """Go back to a checkpoint.
 
         Raises:
             ValueError: if it is not that of this model, or the run is to end before it.
         """
-        if state.get("model_arguments") != self.setup.arguments:
-            found, wanted = state.get("model_arguments"), self.setup.arguments
-            raise ValueError(
-                f"{self.run.path / 'checkpoint.pt'} is of another model: {shown(found)}, the recipe has {shown(wanted)}"
-            )
+        path, optimizer, epochs = run.path / "checkpoint.pt", self.stepper.optimizer, self.recipe.train.epochs
+        if (found := state.get("model_arguments")) != self.arguments:
+            raise ValueError(f"{path} is of another model: {shown(found)}, the recipe has {shown(self.arguments)}")
         try:
-            self.setup.model.load_state_dict(state["model"])
-            self.setup.stepper.optimizer.load_state_dict(state["optimizer"])
+            self.model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
             self.progress = _Progress(**state["progress"])
-            self.progress.check()
-            continue_from(self.setup.stepper.optimizer, int(state["steps_seen"]))
+            continue_from(optimizer, int(state["steps_seen"]))
             torch.set_rng_state(state["random"])
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{self.run.path / 'checkpoint.pt'} does not fit the recipe: {error}") from error
-        self._require_not_past_the_end()
-        if self.world.leads:
-            self.run.cut_metrics(self.progress.metrics_size)
-            for left_over in Path(self.run.path).glob("*.tmp"):
+            raise ValueError(f"{path} does not fit the recipe: {error}") from error
+        if epochs < (begun := self.progress.epoch + (self.progress.batch > 0)):
+            raise ValueError(f"train.epochs={epochs}, but the run is in epoch {begun} already: give at least {begun}")
+        if self.world.is_main:
+            run.cut_metrics(self.progress.metrics_size)
+            for left_over in run.path.glob("*.tmp"):
                 if not left_over.is_dir():
                     left_over.unlink()
 
-    def _require_not_past_the_end(self) -> None:
-        epochs, begun = self.recipe.train.epochs, self.progress.epoch + (self.progress.batch > 0)
-        if epochs < begun:
-            raise ValueError(f"train.epochs={epochs}, but the run is in epoch {begun} already: give at least {begun}")
-
     def _stop(self) -> None:
-        self._checkpoint()
+        self.save()
         # Nobody leaves before it is written: torchrun ends all processes when the first is gone.
         self.world.total(torch.zeros(1, device=self.world.device))
         place = f"epoch {self.progress.epoch + 1} after step {self.progress.step}"
@@ -287,14 +391,14 @@ class _Training:
 
 @contextmanager
 def _stop_requests() -> Iterator[threading.Event]:
-    """Set by SIGINT and SIGTERM, so that a step is never torn; a second signal acts at once."""
+    """Yield an event that SIGINT and SIGTERM set, so that a step is always finished; a second signal acts at once."""
     requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield requested
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def note(number: int, frame: Any) -> None:
+    def note(number: int, frame: object) -> None:
         requested.set()
         signal.signal(number, before[signal.Signals(number)] or signal.SIG_DFL)
 
@@ -305,42 +409,6 @@ def _stop_requests() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What was measured; certified accuracy by radius."""
-
-    loss: float
-    accuracy: float
-    certified: dict[float, float]
-
-
-@torch.no_grad()
-def evaluate(setup: Setup) -> Evaluation:
-    """Evaluate the weights as they are now, on the shares of all processes.
-
-    Certified accuracies use the Lipschitz bound of these weights. They leave out what ``ts.certify`` does on top: it
-    takes off the error of evaluation, which is about 1e-6.
-    """
-    model, epsilons = setup.model, setup.recipe.evaluate.epsilons
-    counts = torch.zeros(3 + len(epsilons), dtype=torch.float64)
-    with evaluating(model):
-        found = analyse(model, setup.input_shape, compare=False)
-        options = {"head": model.head.weight} if takes_head(setup.loss) else {}
-        for images, labels in setup.test.epoch(0):
-            if len(labels):
-                logits = model(images)
-                loss = float(setup.loss(logits, labels, **options)) * len(labels)
-                radii = certified_radius(logits, labels, found.features_bound, found.head_weight)
-                right = int((logits.argmax(1) == labels).sum())
-                counts += torch.tensor([loss, right, len(labels), *(int((radii > e).sum()) for e in epsilons)])
-    loss, right, count, *certified = setup.world.total(counts.to(setup.world.device)).tolist()
-    return Evaluation(
-        loss / count,
-        right / count,
-        {epsilon: number / count for epsilon, number in zip(epsilons, certified, strict=True)},
-    )
 
 
 # Seconds between two changes of the line on a terminal, and between two lines elsewhere.
@@ -365,7 +433,7 @@ class Display:
         self.evaluation: Evaluation | None = None
 
     def due(self) -> bool:
-        """Whether it is time for another line."""
+        """Return whether it is time for another line."""
         wait = _REDRAW if self.terminal else _PLAIN
         return self.stream is not None and time.monotonic() - self.last >= wait
 
@@ -389,7 +457,7 @@ class Display:
         self._write(f"{line}  certified at {certified}", keep=True)
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Show a line, and keep it on the screen."""
         self._write(text, keep=True)
 
     def _write(self, text: str, keep: bool) -> None:
@@ -400,7 +468,7 @@ class Display:
 
 
 def _clock(seconds: float) -> str:
-    """``1:02:03``.
+    """Return seconds as hours, minutes and seconds.
 
     >>> from trysquare.lab.training.loop import _clock
     >>> _clock(62.5), _clock(3723)

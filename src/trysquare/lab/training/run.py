@@ -1,4 +1,4 @@
-"""The directory of a run: what is in it, and how it is written.
+"""The directory of a run: what is in it, how it is written, and what is found out about its model after training.
 
 ``recipe.yaml`` (every default filled in), ``versions.json``, ``metrics.jsonl``, ``checkpoint.pt`` (to resume),
 ``model.safetensors`` (to use), and later ``certificate.json``, ``attack.json``, ``audit.json``, ``report.html`` and
@@ -12,18 +12,18 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from trysquare.files import inside, read_file, write_whole
+from trysquare.files import DIGEST, check_writable, inside, read_file, sha256, write_whole
 from trysquare.lab.checkpoint import (
     MODEL_FILES,
     REGISTRY,
@@ -35,17 +35,29 @@ from trysquare.lab.checkpoint import (
     save_checkpoint,
     unpacked,
 )
-from trysquare.lab.data import Loader
+from trysquare.lab.data import Images, Loader, load
 from trysquare.lab.data.sets import Subset
 from trysquare.lab.models import build
-from trysquare.lab.training.build import load_images
 from trysquare.lab.training.recipe import Recipe, read_recipe
-from trysquare.naming import shown
+from trysquare.naming import pick, shown
+from trysquare.nn.export import FORMATS, export
+from trysquare.verify.attacks import AttackReport, attack_report, autoattack_l2, pgd_l2
+from trysquare.verify.auditing import AuditReport, audit
+from trysquare.verify.certification import Certificate, certify
+
+
+def load_images(recipe: Recipe, split: str) -> Images:
+    """Return the images of the recipe's data set.
+
+    Raises:
+        ValueError: if a file is missing or damaged; files of images in folders are only listed.
+    """
+    return load(recipe.data.name, recipe.data.root, split, size=recipe.data.size)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A directory and the recipe in it.
+    """The directory of a run, with its recipe.
 
     Attributes:
         path: the directory.
@@ -56,7 +68,7 @@ class Run:
     recipe: Recipe
 
     def model(self) -> nn.Module:
-        """The trained model, in eval mode.
+        """Return the trained model, in eval mode.
 
         Raises:
             ValueError: if the run has not saved one, or the file is damaged or holds another one.
@@ -65,8 +77,8 @@ class Run:
             self._require_own(path, read_checkpoint(path)["arguments"])
         return load_model(self.path)
 
-    def _require_own(self, path: Path, arguments: Mapping[str, Any]) -> None:
-        """Refuse a file of another model than that of the recipe."""
+    def _require_own(self, path: Path, arguments: Mapping[str, object]) -> None:
+        """Refuse a file that holds another model than the recipe describes."""
         wanted = {"name": self.recipe.model.name, **self.recipe.model.options}
         others = {name: arguments.get(name) for name, value in wanted.items() if arguments.get(name) != value}
         if others:
@@ -74,7 +86,7 @@ class Run:
             raise ValueError(f"{path} is of another model: it has {shown(others)}, the recipe has {shown(described)}")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Everything that was measured, in order; a line that was cut short by a crash is left out.
+        """Return everything that was measured, in order, without a last line that a crash cut short.
 
         Raises:
             ValueError: if a line is not JSON; it names the file and the line.
@@ -86,7 +98,7 @@ class Run:
             raise ValueError(f"{path}: {error}") from error
 
     def batches(self, split: str = "test", samples: int | None = None) -> Loader:
-        """Images of the run's data, in batches and not augmented.
+        """Return the images of the run's data in batches, not augmented.
 
         Args:
             split: ``"train"`` or ``"test"``.
@@ -114,7 +126,7 @@ class Run:
         return path
 
     def place(self, name: str) -> Path:
-        """Where a file of the run is written to.
+        """Return the path to which a file of the run is written.
 
         Raises:
             ValueError: if it is a symbolic link, a pipe or a device.
@@ -123,7 +135,7 @@ class Run:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Context in which no other process trains into the directory; the lock ends with the process in any case.
+        """Keep other processes from training in the directory; the lock also ends with the process.
 
         Raises:
             ValueError: if another one does.
@@ -149,16 +161,16 @@ class Run:
         finally:
             os.close(folder)
 
-    def save_model(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    def save_model(self, model: nn.Module, arguments: Mapping[str, object]) -> None:
         """Write the model with its present weights."""
         save_checkpoint(self.place(MODEL_FILES[0]), model, REGISTRY, arguments)
 
-    def save_state(self, state: Mapping[str, Any]) -> None:
-        """Write what resuming needs."""
+    def save_state(self, state: Mapping[str, object]) -> None:
+        """Write the checkpoint from which training can be resumed."""
         self.write("checkpoint.pt", packed(state))
 
     def read_state(self) -> dict[str, Any]:
-        """What ``save_state`` wrote, whose weights are those of the recipe's model.
+        """Read what ``save_state`` wrote, and check that its weights fit the recipe's model.
 
         Raises:
             ValueError: if there is none, it is damaged, or of another model.
@@ -179,8 +191,8 @@ class Run:
             raise ValueError(f"{path} does not fit the recipe: {error}") from error
         return state
 
-    def append_metrics(self, record: Mapping[str, Any]) -> int:
-        """Add a line; the size of the file afterwards.
+    def append_metrics(self, record: Mapping[str, object]) -> int:
+        """Append a line, and return the size of the file afterwards.
 
         Raises:
             OSError: if it cannot be written; it names the file. What was written of the line is cut off at resume.
@@ -198,7 +210,7 @@ class Run:
             raise OSError(error.errno, reason) from error
 
     def cut_metrics(self, size: int) -> None:
-        """Drop what was written after a checkpoint; by a new file, as the old one may be another's by a hard link."""
+        """Drop what was written after a checkpoint, by writing a new file: the old one may have other hard links."""
         path = self.place("metrics.jsonl")
         if path.is_file() and path.stat().st_size > size:
             write_whole(path, read_file(path)[:size])
@@ -224,7 +236,7 @@ def read_metrics(content: bytes) -> list[dict[str, Any]]:
 
 @contextmanager
 def starting(recipe: Recipe, path: str | os.PathLike[str] | None = None) -> Iterator[Run]:
-    """Context of a new run in a directory of its own, in which no other process trains.
+    """Start a run in a directory of its own, and keep other processes from training there.
 
     Args:
         recipe: is written into it.
@@ -247,8 +259,8 @@ def starting(recipe: Recipe, path: str | os.PathLike[str] | None = None) -> Iter
         yield run
 
 
-def load_run(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> Run:
-    """A run from its directory.
+def load_run(path: str | os.PathLike[str], overrides: Mapping[str, object] | None = None) -> Run:
+    """Return the run in a directory.
 
     Args:
         path: the directory.
@@ -263,8 +275,8 @@ def load_run(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None =
     return Run(folder, read_recipe(folder / "recipe.yaml", overrides))
 
 
-def versions() -> dict[str, Any]:
-    """What the numbers of a run may depend on."""
+def versions() -> dict[str, object]:
+    """Return the versions and settings that the numbers of a run may depend on."""
     return {
         "trysquare": _version("trysquare"),
         "torch": torch.__version__,
@@ -282,3 +294,98 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+ATTACKS: dict[str, Callable[..., Tensor]] = {"pgd": pgd_l2, "autoattack": autoattack_l2}
+R = TypeVar("R", Certificate, AttackReport, AuditReport)
+Show = Callable[[R], None]
+"""Called with a result before it is written, so that a disk that is full by then takes nothing away."""
+# Inputs on which an exported file is compared.
+_COMPARED = 16
+
+
+def certify_run(
+    run: Run,
+    *,
+    samples: int | None = None,
+    epsilons: Sequence[float] | None = None,
+    show: Show[Certificate] | None = None,
+) -> Certificate:
+    """Certify the test images of a run, and write ``certificate.json``.
+
+    Args:
+        run: with a trained model.
+        samples: how many images, evenly spread; all unless given.
+        epsilons: radii; those of the recipe unless given.
+        show: called with the result before it is written.
+
+    Raises:
+        ValueError: before the work, if the file could not be written.
+        OSError: after it, if the file cannot be written.
+    """
+    digest = _digest(run, "certificate.json")
+    return _written(run, "certificate.json", digest, _certificate(run, samples, epsilons), show)
+
+
+def _certificate(run: Run, samples: int | None, epsilons: Sequence[float] | None) -> Certificate:
+    radii = run.recipe.evaluate.epsilons if epsilons is None else epsilons
+    return certify(run.model(), run.batches(samples=samples), epsilons=radii)
+
+
+def attack_run(
+    run: Run,
+    *,
+    attack: str = "pgd",
+    samples: int | None = None,
+    epsilons: Sequence[float] | None = None,
+    show: Show[AttackReport] | None = None,
+) -> AttackReport:
+    """Attack the model of a run by one of ``ATTACKS``, and write ``attack.json``; otherwise as ``certify_run``."""
+    chosen, digest = pick(ATTACKS, attack, "attack"), _digest(run, "attack.json")
+    certificate = _certificate(run, samples, epsilons)
+    report = attack_report(run.model(), run.batches(samples=samples), certificate, attack=chosen)
+    return _written(run, "attack.json", {"attack": attack, **digest}, report, show)
+
+
+def audit_run(run: Run, *, spectra: bool = False, show: Show[AuditReport] | None = None) -> AuditReport:
+    """Audit the model of a run on inputs of its data's shape, and write ``audit.json``; as ``certify_run``."""
+    digest, shape = _digest(run, "audit.json"), tuple(_examples(run).shape[1:])
+    return _written(run, "audit.json", digest, audit(run.model(), shape, spectra=spectra), show)
+
+
+def export_run(run: Run, file_format: str = "torch") -> tuple[Path, float]:
+    """Write the model of a run as a file that can be used without this library.
+
+    Returns:
+        The file, and the largest difference of its outputs from those of the model.
+
+    Raises:
+        ValueError: before the work, if the file could not be written.
+    """
+    path = run.place(f"export/{pick(FORMATS, file_format, 'format')}")
+    path.parent.mkdir(exist_ok=True)
+    check_writable(path)
+    return path, export(run.model(), path, _examples(run), file_format)
+
+
+def _examples(run: Run) -> Tensor:
+    images, _ = next(iter(run.batches().epoch(0)))
+    return images[:_COMPARED]
+
+
+def _digest(run: Run, name: str) -> dict[str, str]:
+    """Return the digest that tells the present model from later ones, taken before the model is read.
+
+    Raises:
+        ValueError: if the file of this name, which is to hold it, could not be written.
+    """
+    check_writable(run.place(name))
+    path = next((run.path / model for model in MODEL_FILES if (run.path / model).is_file()), None)
+    return {} if path is None else {DIGEST: sha256(path)}
+
+
+def _written(run: Run, name: str, about: dict[str, str], result: R, show: Show[R] | None) -> R:
+    if show is not None:
+        show(result)
+    run.write(name, json.dumps({**about, **json.loads(result.to_json())}, indent=2) + "\n")
+    return result

@@ -22,7 +22,7 @@ from trysquare.nn.parametrizations.base import ParametrizedWeight
 
 
 def takes_head(loss: Loss) -> bool:
-    """Whether the loss wants the weight of the last layer."""
+    """Return whether the loss takes the weight of the last layer."""
     return "head" in inspect.signature(loss.forward).parameters
 
 
@@ -72,14 +72,14 @@ class Gradients:
         torch.autograd.backward(weights, sums)
         return counts
 
-    def _synchronized(self, last: bool) -> AbstractContextManager[Any]:
-        """Processes exchange gradients once, after the last part."""
+    def _synchronized(self, last: bool) -> AbstractContextManager[object]:
+        """Let processes exchange gradients once, after the last part."""
         if isinstance(self.model, DistributedDataParallel) and not last:
             return self.model.no_sync()
         return nullcontext()
 
     def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean loss, and number of right answers."""
+        """Return the mean loss and the number of right answers."""
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.low_precision):
             logits = self.model(images)
         options = {"head": self.classifier.head.weight} if self.takes_head else {}
@@ -87,7 +87,7 @@ class Gradients:
 
 
 def _built_weights(model: nn.Module) -> Iterator[Tensor]:
-    """Tensors that the layers compute with: parametrized ones built, the others as they are."""
+    """Yield the tensors that the layers compute with: built weights, and parameters that are used as they are."""
     for module in model.modules():
         if parametrize.is_parametrized(module):
             names: Any = module.parametrizations
@@ -110,7 +110,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 @dataclass(frozen=True, eq=False)
 class Stepper:
-    """An optimizer with its learning rate as a function of the number of the step, so that there is nothing to save.
+    """An optimizer whose learning rate is a function of the step, so that a schedule has no state to save.
 
     Attributes:
         optimizer: of torch or schedule-free.
@@ -121,7 +121,7 @@ class Stepper:
     rate: Callable[[int], float] | None = None
 
     def step(self, number: int) -> None:
-        """Change the parameters, with the learning rate of this step."""
+        """Update the parameters with the learning rate of this step."""
         if self.rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.rate(number)
@@ -129,13 +129,13 @@ class Stepper:
 
     @property
     def learning_rate(self) -> float:
-        """Of the last step."""
+        """The learning rate of the last step."""
         group = self.optimizer.param_groups[0]
         return float(group.get("scheduled_lr", group["lr"]))
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
-        """The parameters that the optimizer evaluates with; afterwards those that it trains, bit for bit.
+        """Switch to the parameters that the optimizer evaluates with, and back to those that it trains, bit for bit.
 
         Schedule-free optimizers evaluate with an average. Their own way back rounds, so that a run would depend on how
         often it was evaluated.
@@ -156,7 +156,7 @@ class Stepper:
                     parameter.copy_(value)
 
 
-def _schedule_free(kind: str, parameters: Iterable[nn.Parameter], **options: Any) -> Stepper:
+def _schedule_free(kind: str, parameters: Iterable[nn.Parameter], **options: object) -> Stepper:
     try:
         import schedulefree  # type: ignore[import-untyped, import-not-found]
     except ImportError as error:
@@ -239,7 +239,7 @@ def sgd(
 
 
 def learning_rate(lr: float, steps: int, warmup_steps: int, schedule: str) -> Callable[[int], float]:
-    """Learning rate by the number of the step: up along a line, then down by the schedule.
+    """Return the learning rate as a function of the step: up along a line, then down by the schedule.
 
     Raises:
         ValueError: if there is no such schedule.

@@ -7,14 +7,16 @@ Jacobian that autograd sees is orthogonal at ties and kinks too.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import number, positive
+from trysquare.nn.geometry import Sizes, number, positive
+from trysquare.nn.linalg.lattice import ROUND_UP
+from trysquare.nn.linalg.operator import checked_weight
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.linalg.sorting import max_min
+from trysquare.nn.parametrizations.base import Device
 
 __all__ = ["Abs", "FullSort", "GroupSort", "Householder", "MaxMin", "NActivation"]
 
@@ -58,7 +60,6 @@ class MaxMin(nn.Module):
         return max_min(_grouped(input, 2, self.dim), axis).flatten(*_merged(axis))
 
     def extra_repr(self) -> str:
-        """Axis, where it is not torch's."""
         return "" if self.dim == 1 else f"dim={self.dim}"
 
 
@@ -88,7 +89,6 @@ class GroupSort(nn.Module):
         return groups.sort(axis, descending=True).values.flatten(*_merged(axis))
 
     def extra_repr(self) -> str:
-        """Size of the groups."""
         return f"group_size={self.group_size}" + ("" if self.dim == 1 else f", dim={self.dim}")
 
 
@@ -111,7 +111,6 @@ class FullSort(nn.Module):
         return input.sort(self.dim, descending=True).values
 
     def extra_repr(self) -> str:
-        """Axis, where it is not torch's."""
         return "" if self.dim == 1 else f"dim={self.dim}"
 
 
@@ -168,7 +167,9 @@ class Householder(nn.Module):
     tensor([[2., 1., 4., 3.]])
     """
 
-    def __init__(self, channels: int, order: int = 1, dim: int = 1, device: Any = None, dtype: Any = None) -> None:
+    def __init__(
+        self, channels: int, order: int = 1, dim: int = 1, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         if positive("channels", channels) % 2:
             raise ValueError(f"channels={channels} cannot be split into pairs; use {channels + 1}")
@@ -195,8 +196,21 @@ class Householder(nn.Module):
         folded = _fold_in_half(first, second, theta[0]) if self.order == 1 else _fold_in_four(first, second, theta)
         return torch.stack(folded, axis).flatten(*_merged(axis))
 
+    def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
+        """Return the norm of the largest piece as it was rounded; see ``linalg.operator.LipschitzLayer``.
+
+        In order 1 that is a fold by ``I - 2 v vᵀ``, of norm ``max(1, 2 |v|² - 1)``. In order 2 each of the four pieces
+        has a cosine and a sine with an error of half a unit in the last place. The rounding of their borders moves the
+        output as that of any sum does.
+        """
+        theta = checked_weight(self.theta, type(self).__name__).to(at_least_float32(self.theta.dtype))
+        if self.order == 2:
+            return 1.0 + 2 * torch.finfo(dtype).eps
+        normals = torch.stack(((theta / 2).sin(), (theta / 2).cos())).to(dtype).double()
+        square = 2 * normals.square().sum(0) - 1
+        return float(square.clamp_min(1.0).max()) * ROUND_UP
+
     def extra_repr(self) -> str:
-        """Channels and order."""
         return f"{self.channels}, order={self.order}" + ("" if self.dim == 1 else f", dim={self.dim}")
 
 
@@ -256,7 +270,13 @@ class NActivation(nn.Module):
     """
 
     def __init__(
-        self, channels: int, low: float = -1.0, high: float = 0.0, dim: int = 1, device: Any = None, dtype: Any = None
+        self,
+        channels: int,
+        low: float = -1.0,
+        high: float = 0.0,
+        dim: int = 1,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         low, high = number("low", low), number("high", high)
@@ -281,8 +301,11 @@ class NActivation(nn.Module):
         # Training may carry the kinks past each other.
         return input - 2 * torch.clamp(input, torch.minimum(first, second), torch.maximum(first, second))
 
+    def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
+        """Slopes are 1 and -1, whatever the kinks."""
+        return 1.0
+
     def extra_repr(self) -> str:
-        """Channels."""
         return f"{self.channels}" + ("" if self.dim == 1 else f", dim={self.dim}")
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from trysquare.naming import refuse_arguments
-from trysquare.nn.geometry import ConvGeometry, Pads, Sizes, check_groups, per_axis
+from trysquare.nn.geometry import ConvGeometry, Pads, Size, Sizes, check_groups, check_padding_mode, per_axis
 from trysquare.nn.layers.activations import with_slopes_in_unit_interval
-from trysquare.nn.layers.conv import Size
-from trysquare.nn.layers.convolution import Convolution, check_padding_mode
-from trysquare.nn.layers.packing import PackedKernels, unpack
+from trysquare.nn.layers.convolution import Convolution
+from trysquare.nn.layers.packing import PackedKernels, Shapes, unpack
+from trysquare.nn.linalg.lattice import LatticeMap, circle_around
+from trysquare.nn.linalg.operator import checked_weight
+from trysquare.nn.linalg.precision import full_precision
 from trysquare.nn.parametrizations import Parametrization, orthogonal_kernel
-from trysquare.nn.parametrizations.base import ParametrizedWeight, factory_of
+from trysquare.nn.parametrizations.base import Device, Factory, ParametrizedWeight, factory_of
 
 
 class Block(ParametrizedWeight):
@@ -26,11 +29,13 @@ class Block(ParametrizedWeight):
     """
 
     activation: nn.Module
+    _first_shape: tuple[int, ...]
+    transposed: ClassVar[bool] = False
     _first: Convolution
     _second: Convolution
-    # Attributes that are numbers of the block.
+    # Attributes that ``repr`` shows.
     _shown: ClassVar[tuple[str, ...]]
-    # Further keyword arguments, for what makes the kernels.
+    # Further keyword arguments of the constructor, which go to what makes the kernels.
     _options: ClassVar[tuple[str, ...]] = ()
 
     def _finish(
@@ -56,14 +61,21 @@ class Block(ParametrizedWeight):
     def _branch(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
         return self._second(self.activation(self._first(x, first, self.bias)), second)
 
+    def _circle(self, maps: list[LatticeMap], shape: Sizes) -> Sizes:
+        """Return the circle that the block is on, or a part of, on its coarse side."""
+        if not self._first.dims:
+            return (1,)
+        stride = max(each.stride for each in maps)
+        coarse = shape[1:] if self.transposed else tuple(-(-n // s) for n, s in zip(shape[1:], stride, strict=True))
+        return circle_around(maps, coarse, stride, self._first.mode == "circular")
+
     def _plain_branch(self, first: Tensor, second: Tensor) -> nn.Module:
-        """Two plain layers of torch with the activation between them."""
+        """Return two plain layers of torch with the activation between them."""
         before = self._first.plain(first, self.bias, self.training)
         after = self._second.plain(second, None, self.training)
         return nn.Sequential(before, copy.deepcopy(self.activation), after).train(self.training)
 
     def extra_repr(self) -> str:
-        """Numbers of the block."""
         shown = [f"{name}={getattr(self, name)}" for name in self._shown]
         return ", ".join([*shown, f"bias={self.bias is not None}", f"activation={self.activation}"])
 
@@ -71,13 +83,29 @@ class Block(ParametrizedWeight):
 class PackedBlock(Block):
     """A block whose kernels are laid out in one vector, the ``weight``."""
 
+    _kernel_shapes: Shapes
+
     @property
     def kernels(self) -> list[Tensor]:
         """The kernels, in the order of ``parametrization.kernel_shapes``."""
         return unpack(self._current_weight(), self._kernel_shapes)
 
-    def _finish(self, parametrization: Any, *args: Any) -> None:
-        self._kernel_shapes = parametrization.kernel_shapes
+    def _maps(self, *ways: Convolution) -> list[LatticeMap]:
+        """Return the kernels as a forward pass uses them, on the lattice."""
+        kernels = unpack(self.exact_weight(), self._kernel_shapes)
+        return [way.on_lattice(kernel) for way, kernel in zip(ways, kernels, strict=True)]
+
+    def _before_fusing(self) -> list[Tensor] | None:
+        """Return what the kernels are made of before they are fused and rounded, if they are still parametrized."""
+        if not parametrize.is_parametrized(self, "weight"):
+            return None
+        made = cast("PackedKernels", self.parametrization)
+        with full_precision(self.free_tensors[0]):
+            weights = made.parts_from(*(tensor.detach() for tensor in self.free_tensors))
+        return [checked_weight(weight, type(self).__name__) for weight in weights]
+
+    def _finish(self, parametrization: Parametrization, *args: Any) -> None:
+        self._kernel_shapes = cast("PackedKernels", parametrization).kernel_shapes
         super()._finish(parametrization, *args)
 
 
@@ -90,8 +118,7 @@ class ResamplingBlock(PackedBlock):
     """
 
     dims: ClassVar[int] = 2
-    transposed: ClassVar[bool] = False
-    # Called with device and dtype, and the options of the block; sets how the kernels are applied.
+    # Called with device, dtype and the options of the block; sets how the kernels are applied.
     _kernels: Callable[..., PackedKernels]
     _shown: ClassVar[tuple[str, ...]] = (
         "in_channels", "out_channels", "kernel_size", "stride", "dilation", "groups", "hidden_channels", "padding_mode",
@@ -108,8 +135,8 @@ class ResamplingBlock(PackedBlock):
         groups: int = 1,
         bias: bool = True,
         padding_mode: str = "circular",
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         *,
         hidden_channels: int | None = None,
         activation: nn.Module | None = None,
@@ -137,7 +164,7 @@ class ResamplingBlock(PackedBlock):
     def _geometry(
         self, name: str, channels: tuple[int, int], kernel_size: Sizes, strided: bool, inside: str
     ) -> ConvGeometry:
-        """Geometry of the orthogonal kernel ``name``, which has ``inside`` as one of its numbers of channels.
+        """Return the geometry of the orthogonal kernel ``name``, one side of which has ``inside`` channels.
 
         Raises:
             ValueError: if there is none with these numbers.
@@ -152,7 +179,7 @@ class ResamplingBlock(PackedBlock):
                 f"out_channels: {error}"
             ) from None
 
-    def _orthogonal(self, geometry: ConvGeometry, factory: dict[str, Any]) -> Parametrization:
+    def _orthogonal(self, geometry: ConvGeometry, factory: Factory) -> Parametrization:
         return orthogonal_kernel(self.method, geometry, self.orthogonalizer, **factory)
 
     def _convolution(self, kernel_size: Sizes, pads: Pads, strided: bool) -> Convolution:
@@ -161,7 +188,7 @@ class ResamplingBlock(PackedBlock):
 
 
 class Sum(nn.Module):
-    """``first(x) + second(x)``: what exported residual blocks are made of, besides layers of torch."""
+    """``first(x) + second(x)``, which exported residual blocks need in addition to layers of torch."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
@@ -169,6 +196,6 @@ class Sum(nn.Module):
         self.second = second
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Sum of both."""
+        """Add the two."""
         total: Tensor = self.first(input) + self.second(input)
         return total

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trysquare.nn.geometry import positive
 from trysquare.nn.linalg.precision import at_least_float32
+from trysquare.nn.parametrizations.base import Device
 
 __all__ = ["BatchCentering", "LayerCentering"]
 
@@ -18,7 +19,7 @@ class _SumOverRanks(torch.autograd.Function):
     """Sum of a tensor over the ranks of a process group; the gradient is summed in the same way."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
         total = tensor.clone()
         dist.all_reduce(total, group=group)
@@ -31,11 +32,11 @@ class _SumOverRanks(torch.autograd.Function):
         return total, None
 
 
-def _several_ranks(group: Any) -> bool:
+def _several_ranks(group: dist.ProcessGroup | None) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+def per_channel(values: Tensor, like: Tensor) -> Tensor:
     return values.to(like.dtype).view(-1, *(1,) * (like.ndim - 2))
 
 
@@ -67,9 +68,9 @@ class BatchCentering(nn.Module):
         num_features: int,
         momentum: float | None = 0.1,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        process_group: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         positive("num_features", num_features)
@@ -94,7 +95,7 @@ class BatchCentering(nn.Module):
         else:
             mean = self.running_mean
         shift = mean if self.bias is None else mean - self.bias
-        return input - _per_channel(shift, input)
+        return input - per_channel(shift, input)
 
     def _batch_mean(self, x: Tensor) -> Tensor:
         # Mean over the batch, then the positions: no transposed copy is made.
@@ -116,7 +117,6 @@ class BatchCentering(nn.Module):
             self.running_mean.add_((mean - self.running_mean).to(self.running_mean.dtype) / self.num_batches_tracked)
 
     def extra_repr(self) -> str:
-        """Channels and momentum."""
         return f"{self.num_features}, momentum={self.momentum}, bias={self.bias is not None}"
 
 
@@ -138,7 +138,12 @@ class LayerCentering(nn.Module):
     """
 
     def __init__(
-        self, num_features: int, per_channel: bool = False, bias: bool = True, device: Any = None, dtype: Any = None
+        self,
+        num_features: int,
+        per_channel: bool = False,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         positive("num_features", num_features)
@@ -161,8 +166,7 @@ class LayerCentering(nn.Module):
         axes = tuple(range(2 if self.per_channel else 1, input.ndim))
         mean = input.to(at_least_float32(input.dtype)).mean(axes, keepdim=True).to(input.dtype)
         centred = input - mean
-        return centred if self.bias is None else centred + _per_channel(self.bias, input)
+        return centred if self.bias is None else centred + per_channel(self.bias, input)
 
     def extra_repr(self) -> str:
-        """Channels and what is averaged."""
         return f"{self.num_features}, per_channel={self.per_channel}, bias={self.bias is not None}"

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import ConvGeometry, per_axis, per_axis_each
+from trysquare.nn.geometry import ConvGeometry, Size, Sizes, per_axis, per_axis_each
 from trysquare.nn.layers.convolution import PLAIN_CONV, Convolution, crops, in_format_of, native_crop
 from trysquare.nn.layers.series import Series
 from trysquare.nn.linalg.operator import LinearOperator
 from trysquare.nn.linalg.orthogonalize import orthogonalizer as find_orthogonalizer
 from trysquare.nn.linalg.precision import as_autocast
-from trysquare.nn.parametrizations import SOC, find_method
-from trysquare.nn.parametrizations.base import ParametrizedWeight, check_dtype, copy_weights, factory_of
+from trysquare.nn.parametrizations import METHODS, SOC, find_method
+from trysquare.nn.parametrizations.base import Device, ParametrizedWeight, check_dtype, copy_weights
 
 __all__ = [
     "OrthoConv1d",
@@ -32,76 +32,71 @@ __all__ = [
     "OrthoConvTranspose3d",
 ]
 
-Size = int | Sequence[int]
+Options = dict[str, Any]
 
 _DEFAULT_ORTHOGONALIZER = "cholesky"
 
 
-class _OrthogonalConvolution(ParametrizedWeight):
+class OrthogonalConvolution(ParametrizedWeight):
     """Common to plain and transposed layers: the geometry of the convolution, and the way to the adjoint."""
 
     dims: ClassVar[int]
+    transposed: bool = False
     geometry: ConvGeometry
     method: str
     orthogonalizer: str
-    options: dict[str, Any]
+    options: Options
     # Declared by torch's classes, of which this is a mixin.
-    weight: Any
-    in_channels: Any
-    out_channels: Any
-    kernel_size: Any
-    stride: Any
-    dilation: Any
-    groups: Any
-    padding: Any
+    in_channels: int
+    out_channels: int
+    groups: int
+    stride: Sizes
+    padding: str | Sizes
     padding_mode: Any
     _convolution: Convolution
     _series: Series | None
     _padding_argument: str | Size
     _note: str
-    _kernel_argument: tuple[int, ...]
+    _kernel_argument: Size
 
     def _plan(
         self,
         channels: tuple[int, int],
-        sizes: tuple[tuple[int, ...], ...],
+        sizes: dict[str, Size],
         groups: int,
         parsimonious: bool,
         method: str,
         orthogonalizer: str,
-        options: dict[str, Any],
-    ) -> tuple[ConvGeometry, Any]:
-        """Return the geometry of the convolution, with the kernel size that the method makes, and the method."""
+        options: Options,
+    ) -> ConvGeometry:
+        """Return the geometry of the convolution, with the kernel size that the method makes of ``kernel_size``."""
         find_orthogonalizer(orthogonalizer)
-        chosen = find_method(method, options)
-        if not chosen.uses_orthogonalizer and orthogonalizer != _DEFAULT_ORTHOGONALIZER:
+        made_by = find_method(method, options)
+        if not made_by.uses_orthogonalizer and orthogonalizer != _DEFAULT_ORTHOGONALIZER:
             raise ValueError(f"orthogonalizer={orthogonalizer!r} has no meaning for method={method!r}; leave it out")
-        if parsimonious and not chosen.orthogonal:
+        if parsimonious and not made_by.orthogonal:
             raise ValueError(f"parsimonious=True has no meaning for method={method!r}; leave it out")
-        _, stride, dilation = sizes
-        kernel_size = chosen.full_kernel_size(*sizes, **options)
-        transposed = isinstance(self, _TransposedConvolution)
-        geometry = ConvGeometry(
-            *channels, kernel_size, stride, dilation, groups, parsimonious, chosen.orthogonal, chosen.exact, transposed
-        )
-        return geometry, chosen
+        kernel_size, stride, dilation = per_axis_each(self.dims, **sizes)
+        made_size = made_by.full_kernel_size(kernel_size, stride, dilation, **options)
+        kinds = made_by.orthogonal, made_by.exact, self.transposed
+        return ConvGeometry(*channels, made_size, stride, dilation, groups, parsimonious, *kinds)
 
     def _finish(
         self,
         geometry: ConvGeometry,
         convolution: Convolution,
-        made_by: Any,
-        kernel_size: tuple[int, ...],
+        kernel_size: Size,
         padding: str | Size,
         method: str,
         orthogonalizer: str,
-        options: dict[str, Any],
+        options: Options,
     ) -> None:
         """Keep the arguments and parametrize the weight, once torch's constructor has run."""
         self.geometry, self.method, self.orthogonalizer = geometry, method, orthogonalizer
-        self._kernel_argument, self._padding_argument, self.options = kernel_size, padding, options
-        self._convolution = convolution
-        made = made_by(geometry, orthogonalizer, **options, **factory_of(self.weight))
+        self._kernel_argument, self._padding_argument = kernel_size, padding
+        self.options, self._convolution = options, convolution
+        made_by: Any = METHODS[method]
+        made = made_by(geometry, orthogonalizer, **options, device=self.weight.device, dtype=self.weight.dtype)
         self._series = Series.of(made, geometry, convolution) if isinstance(made, SOC) else None
         self._note = f", {made.note}" if made.note else ""
         self._parametrize_weight(made)
@@ -118,8 +113,7 @@ class _OrthogonalConvolution(ParametrizedWeight):
 
     def _factors(self) -> tuple[Tensor | None, Tensor]:
         """Return SOC's matrix and skew kernel."""
-        made: Any = self.parametrization
-        return made.factors(*self._sources())  # type: ignore[no-any-return]
+        return cast("SOC", self.parametrization).factors(*self._sources())
 
     def _sources(self) -> list[Tensor]:
         """Return the free tensors, whether they are parameters or not."""
@@ -130,10 +124,10 @@ class _OrthogonalConvolution(ParametrizedWeight):
         """Return the kernel of a pass, with the casts of autocast; of terms, what they add up to in float64."""
         if not self._applies_terms():
             return super().used_weight()
-        made: Any = self.parametrization
+        made = cast("SOC", self.parametrization)
         matrix, skew = self._factors()
         exact = None if matrix is None else as_autocast(matrix).double()
-        return made.of_factors(exact, as_autocast(skew).double())  # type: ignore[no-any-return]
+        return made.of_factors(exact, as_autocast(skew).double())
 
     def _computes_with(self) -> list[Tensor]:
         """Return the weight, or the trained free tensors where a pass does without it."""
@@ -151,16 +145,16 @@ class _OrthogonalConvolution(ParametrizedWeight):
         return not self._convolution.transposed and not self._applies_terms()
 
     def as_torch(self) -> nn.Module:
-        """A plain layer of torch, and padding layers where torch has no argument for the padding."""
+        """Return a plain layer of torch, with a padding layer in front where torch has no argument for the padding."""
         return self._convolution.plain(self.weight, self.bias, self.training)
 
     @property
     def truncation_error(self) -> float:
-        """Certified distance of the singular values from 1 that the method leaves besides rounding; 0 if none."""
+        """Certified distance of the singular values from 1 that the method leaves, rounding apart; 0 if it is exact."""
         return self.parametrization.truncation_error
 
-    def _options(self) -> dict[str, Any]:
-        """Arguments that a layer and its adjoint have in common."""
+    def _options(self) -> Options:
+        """Return the arguments that a layer and its adjoint have in common."""
         return {
             "kernel_size": self._kernel_argument,
             "stride": self.geometry.stride,
@@ -173,7 +167,7 @@ class _OrthogonalConvolution(ParametrizedWeight):
             **self.options,
         }
 
-    def _share_weight(self, twin: _OrthogonalConvolution) -> Any:
+    def _share_weight(self, twin: OrthogonalConvolution) -> OrthogonalConvolution:
         if self.padding_mode == "circular" and not self._keeps_all_outputs:
             raise ValueError(
                 f"circular padding {self._convolution.pads} drops outputs, so the size of the input cannot be told "
@@ -196,12 +190,12 @@ class _OrthogonalConvolution(ParametrizedWeight):
                 "same without the batch, no size being 0"
             )
 
-    def adjoint(self) -> Any:
-        """The transposed layer, without bias, that shares the free tensors of this one."""
+    def adjoint(self) -> OrthogonalConvolution:
+        """Return the layer, without bias, whose matrix is the transpose; it shares the free tensors of this one."""
         raise NotImplementedError
 
     def inverse(self) -> nn.Module:
-        """The exact inverse: the bias is taken off, then the adjoint is applied. Shares all parameters with this layer.
+        """Return the exact inverse, which takes off the bias and applies the adjoint; it shares all parameters.
 
         Raises:
             ValueError: if the layer is not square (it does not map to as many numbers as it reads), or not orthogonal.
@@ -223,10 +217,9 @@ class _OrthogonalConvolution(ParametrizedWeight):
                 f"padding_mode={self.padding_mode!r} with padding={self.padding!r} loses what falls past the border, "
                 "so there is no inverse; use padding='same', padding_mode='circular'"
             )
-        return self.adjoint() if self.bias is None else AffineInverse(self.adjoint(), self.bias)  # type: ignore[arg-type]
+        return self.adjoint() if self.bias is None else AffineInverse(self.adjoint(), self.bias)
 
     def extra_repr(self) -> str:
-        """Torch's line, and ours."""
         mode = (
             ""
             if "padding_mode" in super().extra_repr() or self.padding_mode == "zeros"
@@ -235,14 +228,14 @@ class _OrthogonalConvolution(ParametrizedWeight):
         variant = ", parsimonious=True" if self.geometry.parsimonious else ""
         options = "".join(f", {name}={value}" for name, value in self.options.items())
         by = f", orthogonalizer={self.orthogonalizer}" if find_method(self.method).uses_orthogonalizer else ""
-        ours = f"method={self.method}{by}{variant}{options}{self._note}"
-        return f"{super().extra_repr()}{mode}, {ours}"
+        construction = f"method={self.method}{by}{variant}{options}{self._note}"
+        return f"{super().extra_repr()}{mode}, {construction}"
 
 
 class AffineInverse(nn.Module):
     """``y ↦ adjoint(y - bias)``: undoes ``x ↦ W x + bias`` for a square orthogonal ``W``."""
 
-    def __init__(self, adjoint: _OrthogonalConvolution, bias: nn.Parameter) -> None:
+    def __init__(self, adjoint: OrthogonalConvolution, bias: nn.Parameter) -> None:
         super().__init__()
         self.adjoint = adjoint
         self.bias = bias
@@ -252,14 +245,14 @@ class AffineInverse(nn.Module):
         return self.adjoint(y - self.bias.view(-1, *(1,) * self.adjoint.dims))  # type: ignore[no-any-return]
 
     def as_torch(self) -> nn.Module:
-        """A convolution with one tap of 1 that takes off the bias, then the plain adjoint."""
+        """Return a convolution with one tap of 1, which takes off the bias, and the plain adjoint."""
         channels, dims = len(self.bias), self.adjoint.dims
         shift = PLAIN_CONV[dims](channels, channels, 1, groups=channels, device="meta")
         copy_weights(shift, self.bias.new_ones(channels, 1, *(1,) * dims), -self.bias, self.training)
         return nn.Sequential(shift, self.adjoint.as_torch())
 
 
-class _Convolution(_OrthogonalConvolution):
+class _Convolution(OrthogonalConvolution):
     """Constructor and forward pass of ``OrthoConv1d``, ``2d`` and ``3d``."""
 
     def __init__(
@@ -273,17 +266,17 @@ class _Convolution(_OrthogonalConvolution):
         groups: int = 1,
         bias: bool = True,
         padding_mode: str = "circular",
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         *,
         method: str = "aoc",
         orthogonalizer: str = _DEFAULT_ORTHOGONALIZER,
         parsimonious: bool = False,
         **options: Any,
     ) -> None:
-        sizes = per_axis_each(self.dims, kernel_size=kernel_size, stride=stride, dilation=dilation)
+        sizes = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
         channels = (in_channels, out_channels)
-        geometry, made_by = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
+        geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
         convolution = Convolution.of(geometry, geometry.pads(padding, padding_mode), padding_mode)
         check_dtype(dtype)
         super().__init__(  # type: ignore[call-arg]
@@ -301,7 +294,7 @@ class _Convolution(_OrthogonalConvolution):
         )
         self._reversed_padding_repeated_twice = convolution.flat_pads  # what torch's own forward would read
         self.padding = "same" if convolution.torch_pads is None else convolution.torch_pads
-        self._finish(geometry, convolution, made_by, sizes[0], padding, method, orthogonalizer, options)
+        self._finish(geometry, convolution, kernel_size, padding, method, orthogonalizer, options)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Convolve, as ``nn.Conv*d`` does.
@@ -315,8 +308,8 @@ class _Convolution(_OrthogonalConvolution):
             return in_format_of(input, self._series(input, *self._factors(), self.bias))
         return self._convolution(input, self._current_weight(), self.bias)
 
-    def adjoint(self) -> Any:
-        """The transposed layer, without bias, that shares the free tensors of this one.
+    def adjoint(self) -> OrthogonalConvolution:
+        """Return the transposed layer, without bias, which shares the free tensors of this one.
 
         With zero padding and integers for ``padding`` several input sizes give the same output size; torch's
         ``output_size`` says which one is meant.
@@ -337,8 +330,10 @@ class _Convolution(_OrthogonalConvolution):
         return self._share_weight(twin)
 
 
-class _TransposedConvolution(_OrthogonalConvolution):
+class _TransposedConvolution(OrthogonalConvolution):
     """Constructor and forward pass of ``OrthoConvTranspose1d``, ``2d`` and ``3d``."""
+
+    transposed = True
 
     def __init__(
         self,
@@ -352,17 +347,17 @@ class _TransposedConvolution(_OrthogonalConvolution):
         bias: bool = True,
         dilation: Size = 1,
         padding_mode: str = "circular",
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         *,
         method: str = "aoc",
         orthogonalizer: str = _DEFAULT_ORTHOGONALIZER,
         parsimonious: bool = False,
         **options: Any,
     ) -> None:
-        sizes = per_axis_each(self.dims, kernel_size=kernel_size, stride=stride, dilation=dilation)
+        sizes = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
         channels = (out_channels, in_channels)
-        geometry, made_by = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
+        geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
         output_padding = per_axis("output_padding", output_padding, self.dims, least=0)
         pads = crops(geometry, padding, output_padding, padding_mode)
         convolution = Convolution.of(geometry, pads, padding_mode)
@@ -383,7 +378,7 @@ class _TransposedConvolution(_OrthogonalConvolution):
         )
         self.padding_mode = padding_mode
         self.padding, self.output_padding, _ = native_crop(pads, geometry.stride, geometry.dilation)
-        self._finish(geometry, convolution, made_by, sizes[0], padding, method, orthogonalizer, options)
+        self._finish(geometry, convolution, kernel_size, padding, method, orthogonalizer, options)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:  # noqa: A002
         """Apply the adjoint of the convolution, as ``nn.ConvTranspose*d`` does.
@@ -402,8 +397,8 @@ class _TransposedConvolution(_OrthogonalConvolution):
             return in_format_of(input, self._series(input, *self._factors(), self.bias))
         return convolution(input, self._current_weight(), self.bias)
 
-    def adjoint(self) -> Any:
-        """The convolution, without bias, that this layer is the adjoint of; shares the free tensors.
+    def adjoint(self) -> OrthogonalConvolution:
+        """Return the convolution, without bias, that this layer is the adjoint of; it shares the free tensors.
 
         Raises:
             ValueError: if zeros are added to the output that no convolution with these numbers would read.
@@ -456,8 +451,8 @@ class OrthoConv2d(_Convolution, nn.Conv2d):
             ``trysquare.linalg.ORTHOGONALIZERS``.
         parsimonious: with a stride and no more outputs than inputs, use the paper's cheaper and
             less expressive kernel.
-        options: what the method has besides; ``trysquare.METHODS[method].options`` names them, and its class says
-            what they mean.
+        options: further options of the method; ``trysquare.METHODS[method].options`` names them, and its class
+            explains them.
 
     Raises:
         ValueError: if no orthogonal layer has these numbers, naming them and a way out.
@@ -504,8 +499,8 @@ class OrthoConvTranspose3d(_TransposedConvolution, nn.ConvTranspose3d):
     dims = 3
 
 
-CONVOLUTION: dict[int, Any] = {1: OrthoConv1d, 2: OrthoConv2d, 3: OrthoConv3d}
-_TRANSPOSED: dict[int, Any] = {
+CONVOLUTION: dict[int, type[_Convolution]] = {1: OrthoConv1d, 2: OrthoConv2d, 3: OrthoConv3d}
+_TRANSPOSED: dict[int, type[_TransposedConvolution]] = {
     1: OrthoConvTranspose1d,
     2: OrthoConvTranspose2d,
     3: OrthoConvTranspose3d,

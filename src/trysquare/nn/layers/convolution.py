@@ -1,16 +1,15 @@
 """One convolution: its numbers, and how it is applied, transposed, exported and read as a linear operator.
 
-Everything that convolves in this library, plain or transposed, in one to three dimensions, does it here:
-``Convolution`` knows stride, dilation, groups, padding and its mode, and gets the kernel from whoever owns it. Torch
-has circular padding for plain convolutions only, and keeps a padded copy of the input for backward; both are made good
-for below.
+All layers that convolve, plain or transposed, in one to three dimensions, do it by a ``Convolution``. It knows stride,
+dilation, groups, padding and its mode, and is given the kernel. Torch has circular padding for plain convolutions only,
+and keeps a padded copy of the input for backward; the second half of this file makes up for both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,23 +17,28 @@ from torch import Tensor, nn
 
 from trysquare import torch_internals
 from trysquare.nn.geometry import (
-    PADDING_MODES,
     ConvGeometry,
     Pads,
     Sizes,
     check_circular_size,
+    extent,
     flat_pads,
     same_pads,
 )
 from trysquare.nn.linalg.kernels import CONV, CONV_TRANSPOSE
+from trysquare.nn.linalg.lattice import LatticeMap
 from trysquare.nn.linalg.operator import LinearOperator
 from trysquare.nn.linalg.precision import apply_function, each_as_autocast, full_precision
 from trysquare.nn.parametrizations.base import copy_weights
 
-PLAIN_CONV: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-PLAIN_CONV_TRANSPOSE: dict[int, Any] = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
-CIRCULAR_PAD: dict[int, Any] = {1: nn.CircularPad1d, 2: nn.CircularPad2d, 3: nn.CircularPad3d}
-ZERO_PAD: dict[int, Any] = {1: nn.ZeroPad1d, 2: nn.ZeroPad2d, 3: nn.ZeroPad3d}
+PLAIN_CONV: dict[int, Callable[..., nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+PLAIN_CONV_TRANSPOSE: dict[int, Callable[..., nn.Module]] = {
+    1: nn.ConvTranspose1d,
+    2: nn.ConvTranspose2d,
+    3: nn.ConvTranspose3d,
+}
+CIRCULAR_PAD: dict[int, Callable[..., nn.Module]] = {1: nn.CircularPad1d, 2: nn.CircularPad2d, 3: nn.CircularPad3d}
+ZERO_PAD: dict[int, Callable[..., nn.Module]] = {1: nn.ZeroPad1d, 2: nn.ZeroPad2d, 3: nn.ZeroPad3d}
 
 
 @dataclass(frozen=True)
@@ -64,19 +68,19 @@ class Convolution:
     torch_pads: Sizes | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "flat_pads", flat_pads(self.pads))
         alike = all(left == right for left, right in self.pads)
         object.__setattr__(self, "torch_pads", tuple(left for left, _ in self.pads) if alike else None)
+        object.__setattr__(self, "flat_pads", flat_pads(self.pads))
 
     @classmethod
     def of(cls, geometry: ConvGeometry, pads: Pads, mode: str) -> Convolution:
-        """The convolution of a layer, or the transposed one, with the numbers of its geometry."""
+        """Return the convolution, or the transposed one, with the numbers of a geometry."""
         numbers = geometry.kernel_size, geometry.stride, geometry.dilation, geometry.groups
         return cls(*numbers, pads, mode, geometry.transposed)
 
     @classmethod
     def same(cls, kernel_size: Sizes, stride: Sizes, dilation: Sizes, groups: int, mode: str) -> Convolution:
-        """The convolution whose outputs have the size of the input divided by the stride."""
+        """Return the convolution whose outputs have the size of the input divided by the stride."""
         unpadded = cls(kernel_size, stride, dilation, groups, (), mode)
         return replace(unpadded, pads=same_pads(unpadded.extent, stride))
 
@@ -88,19 +92,19 @@ class Convolution:
     @property
     def extent(self) -> Sizes:
         """Positions from the first tap to the last on each axis."""
-        return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel_size, self.dilation, strict=True))
+        return extent(self.kernel_size, self.dilation)
 
     def adjoint(self) -> Convolution:
-        """Of a convolution, the transposed one, with the same kernel, to outputs of ``stride`` times the size."""
+        """Return the transposed convolution, with the same kernel, whose outputs have ``stride`` times the size."""
         axes = zip(self.pads, self.extent, self.stride, strict=True)
         return replace(self, transposed=True, pads=tuple((left, e - s - left) for (left, _), e, s in axes))
 
     def flipped(self) -> Convolution:
-        """Of a convolution with stride 1, the transposed one as a plain one, with the adjoint kernel."""
+        """Return the adjoint of a convolution without stride as a plain convolution, with the adjoint kernel."""
         return replace(self, pads=tuple((right, left) for left, right in self.pads))
 
     def to_size(self, sizes: Sequence[int], output_size: Sequence[int]) -> Convolution:
-        """Of a transposed convolution, the one that makes ``output_size`` of an input of ``sizes``.
+        """Return the transposed convolution that makes ``output_size`` of an input of ``sizes``.
 
         Raises:
             ValueError: if there is none.
@@ -131,7 +135,7 @@ class Convolution:
             return F.linear(x, kernel, bias)
         if self.transposed:
             return in_format_of(x, self._spread(x, kernel, bias))
-        padding: Any = 0
+        padding: int | Sizes = 0
         if self.mode == "circular":
             sizes = x.shape[-self.dims :]
             if any(size % stride for size, stride in zip(sizes, self.stride, strict=True)):
@@ -148,7 +152,7 @@ class Convolution:
         return in_format_of(x, CONV[self.dims](x, kernel, bias, self.stride, padding, self.dilation, self.groups))
 
     def _spread(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
-        transpose: Any = CONV_TRANSPOSE[self.dims]
+        transpose = CONV_TRANSPOSE[self.dims]
         if self.mode == "circular":
             full = transpose(x, kernel, None, self.stride, 0, 0, self.groups, self.dilation)
             sizes = tuple(size * s for size, s in zip(x.shape[-self.dims :], self.stride, strict=True))
@@ -178,8 +182,14 @@ class Convolution:
             check_circular_size(shape[1:], self.stride)
         return operator
 
+    def on_lattice(self, kernel: Tensor) -> LatticeMap:
+        """Return the map on the infinite lattice; of a transposed convolution, the map that it is the adjoint of."""
+        if not self.dims:
+            return LatticeMap.of_matrix(kernel)
+        return LatticeMap(kernel, self.stride, self.dilation, self.groups, tuple(-left for left, _ in self.pads))
+
     def plain(self, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
-        """The same with this kernel in plain layers of torch; padding is one where torch has no argument for it."""
+        """Return the same with this kernel in plain layers of torch; one pads where torch has no argument for it."""
         if not self.dims:
             plain = nn.Linear(kernel.shape[1], kernel.shape[0], bias is not None, device="meta")
             return copy_weights(plain, kernel, bias, training)
@@ -197,8 +207,8 @@ class Convolution:
         pad = CIRCULAR_PAD if self.mode == "circular" else ZERO_PAD
         return nn.Sequential(pad[self.dims](tuple(self.flat_pads)), plain).train(training)
 
-    def _torch_padding(self) -> Any:
-        """Torch's argument for the padding, if it has one."""
+    def _torch_padding(self) -> Sizes | Literal["same"] | None:
+        """Return torch's argument for the padding, if there is one."""
         if self.torch_pads is not None:
             return self.torch_pads
         # Torch's own layers with a stride have no padding "same".
@@ -206,7 +216,7 @@ class Convolution:
         return "same" if same and self.mode == "circular" else None
 
     def _plain_transposed(self, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
-        """A transposed convolution; a periodic extension of the input and a crop of the result wrap around."""
+        """Return a transposed convolution; an extension of the input and a crop of the result wrap around."""
         if self.mode == "zeros":
             return self._cropped(self.pads, kernel, bias, training)
         axes = list(zip(self.pads, self.extent, self.stride, strict=True))
@@ -222,7 +232,7 @@ class Convolution:
         return nn.Sequential(CIRCULAR_PAD[self.dims](tuple(flat_pads(reach))), plain).train(training)
 
     def _cropped(self, crops: Pads, kernel: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
-        """``nn.ConvTranspose*d`` with ``crops`` cut off its full output."""
+        """Return ``nn.ConvTranspose*d`` with ``crops`` cut off its full output."""
         padding, extra, rest = native_crop(crops, self.stride, self.dilation)
         plain = PLAIN_CONV_TRANSPOSE[self.dims](
             kernel.shape[0], kernel.shape[1] * self.groups, self.kernel_size, self.stride, padding, extra, self.groups,
@@ -237,17 +247,8 @@ class Convolution:
 # -- padding
 
 
-def check_padding_mode(mode: str) -> None:
-    """Refuse boundaries under which a convolution amplifies more than its kernel."""
-    if mode not in PADDING_MODES:
-        raise ValueError(
-            f"padding_mode={mode!r} must be one of {', '.join(map(repr, PADDING_MODES))}; the other modes of torch "
-            "repeat pixels and amplify them"
-        )
-
-
 def native_crop(crops: Pads, stride: Sizes, dilation: Sizes) -> tuple[Sizes, Sizes, Pads]:
-    """Torch's ``padding`` and ``output_padding`` that cut ``crops`` off a full transposed convolution, and the rest."""
+    """Return torch's ``padding`` and ``output_padding`` that cut off ``crops``, and what they leave to be cut."""
     starts, ends = zip(*crops, strict=True)
     limits = [max(s, d) for s, d in zip(stride, dilation, strict=True)]
     padding = tuple(min(start, end + limit - 1) for start, end, limit in zip(starts, ends, limits, strict=True))
@@ -257,7 +258,7 @@ def native_crop(crops: Pads, stride: Sizes, dilation: Sizes) -> tuple[Sizes, Siz
 
 
 def crops(geometry: ConvGeometry, padding: str | int | Sequence[int], output_padding: Sizes, mode: str) -> Pads:
-    """What to cut off both ends of the full transposed convolution, or to wrap around, for torch's arguments.
+    """Return what to cut off both ends of the full transposed convolution, or to wrap around, for torch's arguments.
 
     Raises:
         ValueError: if they do not fit each other.
@@ -283,7 +284,7 @@ def crops(geometry: ConvGeometry, padding: str | int | Sequence[int], output_pad
 
 
 def in_format_of(x: Tensor, y: Tensor) -> Tensor:
-    """``y`` with channels last in memory, if that is how ``x`` is."""
+    """Return ``y`` with channels last in memory, if that is how ``x`` lies there."""
     if x.is_contiguous() or y.ndim not in (4, 5) or x.ndim != y.ndim:
         return y
     last = torch.channels_last if y.ndim == 4 else torch.channels_last_3d
@@ -306,7 +307,7 @@ def circular_pad(x: Tensor, pads: Pads) -> Tensor:
 
 
 def circular_fold(full: Tensor, lefts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-    """Adjoint of ``circular_pad``: add position ``p`` to ``(p - left) mod size`` on each of the last axes."""
+    """Apply the adjoint of ``circular_pad``: add position ``p`` to ``(p - left) mod size`` on each of the last axes."""
     for axis, (left, size) in enumerate(zip(lefts, sizes, strict=True), start=-len(sizes)):
         length = full.shape[axis]
         front = -left % size
@@ -319,12 +320,14 @@ def circular_fold(full: Tensor, lefts: tuple[int, ...], sizes: tuple[int, ...]) 
 class _CircularConvolution(torch.autograd.Function):
     """Convolution of the periodic extension of ``x``.
 
-    Backward extends ``x`` anew. Torch's own two steps keep the extended copy besides ``x``, which the layer before
-    keeps anyway, and fold its gradient through one copy of all of it for each edge.
+    Backward extends ``x`` again. Torch's own two steps keep the extended copy in addition to ``x``, which the layer
+    before keeps anyway, and fold its gradient through one copy of all of it for each edge.
     """
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, pads: list[int], numbers: tuple[Any, ...]) -> Tensor:
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor | None, pads: list[int], numbers: tuple[Sizes, list[int], Sizes, int]
+    ) -> Tensor:
         return CONV[x.ndim - 2](_around(x, pads), weight, bias, *numbers)
 
     @staticmethod
@@ -359,7 +362,7 @@ class _CircularConvolution(torch.autograd.Function):
 
 
 def _folded(full: Tensor, pads: list[int], shape: torch.Size) -> Tensor:
-    """``circular_fold`` in place, for what reaches at most one period past each edge."""
+    """Do as ``circular_fold``, in place, for what reaches at most one period past each edge."""
     for axis, (left, right) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
         axis = -1 - axis
         size = shape[axis]
@@ -394,5 +397,5 @@ def _is_for_training(x: Tensor, weight: Tensor) -> bool:
 
 
 def _no_leaf(tensor: Tensor) -> Tensor:
-    """The tensor, but about leaves the engine does not say whether their gradient is wanted."""
+    """Return a tensor that is no leaf: the engine does not say whether the gradient of a leaf is wanted."""
     return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from trysquare.nn.geometry import per_axis
 from trysquare.nn.layers.potential import Contraction, PotentialConv, PotentialLinear
 from trysquare.nn.linalg.norms import norm_bound
 from trysquare.nn.linalg.rescaling import scaled_to_one
+from trysquare.nn.parametrizations.base import Factory
 
 __all__ = ["CPLBlock1d", "CPLBlock2d", "CPLBlock3d", "CPLLinear"]
 
@@ -25,13 +26,12 @@ class NormContraction(Contraction):
         factory: device and dtype.
     """
 
-    def __init__(self, shape: tuple[int, ...], groups: int = 1, steps: int = 4, **factory: Any) -> None:
+    def __init__(self, shape: tuple[int, ...], groups: int = 1, steps: int = 4, **factory: Unpack[Factory]) -> None:
         super().__init__(shape, groups, **factory)
         (self.steps,) = per_axis("steps", steps, 1, least=0)
 
     @property
     def free_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The kernel."""
         return (self.shape,)
 
     def draw(self) -> list[Tensor]:
@@ -49,7 +49,6 @@ class NormContraction(Contraction):
         return [weight]
 
     def extra_repr(self) -> str:
-        """Shape and quality of the bound."""
         return f"{self.shape}, steps={self.steps}"
 
 

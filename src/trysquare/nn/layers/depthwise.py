@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
-from trysquare.nn.geometry import positive
+from trysquare.nn.geometry import Size, positive
 from trysquare.nn.layers.activations import MaxMin
-from trysquare.nn.layers.conv import CONVOLUTION, Size
+from trysquare.nn.layers.conv import CONVOLUTION
 from trysquare.nn.layers.residual import LearnableResidual
+from trysquare.nn.parametrizations.base import Device
 
 __all__ = ["DepthwiseResidualBlock1d", "DepthwiseResidualBlock2d", "DepthwiseResidualBlock3d"]
 
@@ -25,8 +27,8 @@ class _DepthwiseResidualBlock(LearnableResidual):
         bias: bool = True,
         padding_mode: str = "circular",
         scale: float = 1.0,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         **convolution: Any,
     ) -> None:
         hidden = positive("multiplier", multiplier) * positive("channels", channels)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from trysquare.naming import pick, refuse_arguments
-from trysquare.nn.geometry import Sizes, check_groups, per_axis
+from trysquare.nn.geometry import Size, Sizes, check_groups, per_axis
 from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.layers.pooling import depth_to_space, space_to_depth
+from trysquare.nn.linalg.bounds import singular_value_range
 from trysquare.nn.linalg.fourier import (
     RESPONSES,
     apply_response,
@@ -24,7 +24,7 @@ from trysquare.nn.linalg.fourier import (
 from trysquare.nn.linalg.orthonormal import random_orthonormal
 from trysquare.nn.linalg.precision import at_least_float32, protected
 from trysquare.nn.parametrizations import METHODS
-from trysquare.nn.parametrizations.base import Caching
+from trysquare.nn.parametrizations.base import Caching, Device
 
 __all__ = [
     "FourierOrthoConv1d",
@@ -35,11 +35,9 @@ __all__ = [
     "FourierOrthoConvTranspose3d",
 ]
 
-Size = int | Sequence[int]
-
 
 class ImageSized(Caching):
-    """Numbers and inputs of a layer that is built anew for every size of the image, on a circular domain.
+    """A layer whose kernel is built for the size of the image at hand, on a circular domain.
 
     The convolution acts on the coarse side: after an invertible downsampling by the stride, or, in a transposed layer,
     before an upsampling.
@@ -53,7 +51,7 @@ class ImageSized(Caching):
         channels: tuple[int, int],
         sizes: tuple[Size, Size, Size],
         groups: int,
-        others: dict[str, Any],
+        others: dict[str, object],
     ) -> None:
         why = "the domain is always circular, and the output as large as the input / stride; leave it out"
         refuse_arguments(self._get_name(), others, padding=why, padding_mode=why, output_padding=why)
@@ -73,7 +71,7 @@ class ImageSized(Caching):
         return self.groups, coarse, fine * prod(self.stride)
 
     def _batched(self, x: Tensor) -> Tensor:
-        """The input with a batch axis.
+        """Return the input with a batch axis.
 
         Raises:
             ValueError: if the shape is another one.
@@ -87,7 +85,7 @@ class ImageSized(Caching):
         return batched
 
     def coarse_sizes(self, sizes: Sizes) -> Sizes:
-        """Sizes of the domain on which the convolution acts, for an input of the given sizes.
+        """Return the sizes of the domain on which the convolution acts, for an input of the given sizes.
 
         Raises:
             ValueError: if the stride does not divide them.
@@ -99,7 +97,10 @@ class ImageSized(Caching):
                 f"sizes {sizes} must be multiples of stride={self.stride}: downsampling would lose pixels; pad or crop "
                 "the input"
             )
-        return tuple(size // s for size, s in zip(sizes, self.stride, strict=True))
+        return self._coarse(sizes)
+
+    def _coarse(self, sizes: Sizes) -> Sizes:
+        return sizes if self.transposed else tuple(n // s for n, s in zip(sizes, self.stride, strict=True))
 
     def _to_coarse(self, x: Tensor) -> Tensor:
         self.coarse_sizes(tuple(x.shape[2:]))
@@ -109,10 +110,10 @@ class ImageSized(Caching):
         return depth_to_space(y, self.stride) if self.transposed and max(self.stride) > 1 else y
 
     def as_torch(self) -> nn.Module:
-        """There is no plain layer for every size.
+        """Refuse: no plain layer is the same for every size.
 
         Raises:
-            ValueError: always; ``at_size`` gives the plain layer for one size.
+            ValueError: always; ``at_size`` returns the plain layer for one size.
         """
         raise ValueError(
             f"{self._get_name()} has a kernel as large as the image, so no plain layer is the same for every size; "
@@ -120,7 +121,7 @@ class ImageSized(Caching):
         )
 
     def at_size(self, *sizes: int) -> nn.Module:
-        """The same function in plain ``torch.nn`` layers, for inputs of the given sizes only.
+        """Return the same function in plain ``torch.nn`` layers, for inputs of the given sizes only.
 
         Raises:
             ValueError: if the layer does not take inputs of these sizes.
@@ -128,18 +129,38 @@ class ImageSized(Caching):
         raise NotImplementedError
 
 
+# Numbers of complex matrices that are looked at together.
+_CHUNK_NUMBERS = 1 << 23
+
+
+def blocks_norm(blocks: Tensor, owner: str) -> float:
+    """Return the certified norm of the largest of many complex matrices ``(*frequencies, groups, n, m)``.
+
+    A real convolution by half of the frequencies has at most that norm: the transform back projects what is not the
+    transform of something real.
+
+    Raises:
+        ValueError: if they hold numbers that are not finite.
+    """
+    if not bool(torch.view_as_real(blocks).isfinite().all()):
+        raise ValueError(f"the response of {owner} holds values that are not finite: it has no norm")
+    flat = blocks.detach().to("cpu", torch.complex128).flatten(0, -3)
+    chunk = max(1, _CHUNK_NUMBERS // prod(flat.shape[1:]))
+    return singular_value_range(flat.split(chunk), lowest=False)[1]
+
+
 def plain_layer(
     response: Tensor, sizes: Sizes, stride: Sizes, transposed: bool, bias: Tensor | None, dtype: torch.dtype
 ) -> nn.Module:
-    """Plain layers of torch for the blocks of a convolution on a coarse domain.
+    """Return plain layers of torch for the blocks of a convolution on a coarse domain.
 
     Args:
         response: ``(*frequencies, g, n, m prod(stride))``, with inputs downsampled by the stride.
-        sizes: of the coarse domain.
-        stride: of the convolution.
-        transposed: whether it is the adjoint that is wanted, from ``n`` to ``m`` channels.
-        bias: of the layer.
-        dtype: of the layer.
+        sizes: sizes of the coarse domain.
+        stride: stride of the convolution.
+        transposed: whether the adjoint is wanted, from ``n`` to ``m`` channels.
+        bias: bias of the layer.
+        dtype: dtype of the layer.
     """
     kernel = depth_to_space(explicit_kernel(response, sizes).flatten(0, 1), stride)
     fine = tuple(size * s for size, s in zip(sizes, stride, strict=True))
@@ -150,7 +171,7 @@ def plain_layer(
 
 
 class _FourierConvolution(ImageSized):
-    """Free kernel, response for the present size, and its cache."""
+    """A free kernel, the response that it has at the present size, and the cache of that."""
 
     def __init__(
         self,
@@ -161,11 +182,11 @@ class _FourierConvolution(ImageSized):
         dilation: Size = 1,
         groups: int = 1,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         *,
         method: str = "cayley",
-        **others: Any,
+        **others: object,
     ) -> None:
         super().__init__()
         if method in METHODS:
@@ -186,7 +207,7 @@ class _FourierConvolution(ImageSized):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """A kernel near a random orthonormal matrix (``"lot"``) or of moderate rotations, and torch's bias."""
+        """Draw a kernel near a random orthonormal matrix (``"lot"``) or of moderate rotations, and torch's bias."""
         groups, n, m, *taps = self.weight.shape
         scale = 0.1 if self.method == "lot" else 1.0
         fresh = scale * torch.randn(self.weight.shape, dtype=torch.float64) / (max(n, m) * prod(taps)) ** 0.5
@@ -199,7 +220,7 @@ class _FourierConvolution(ImageSized):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def response(self, sizes: Sizes) -> Tensor:
-        """Orthonormal blocks on a coarse domain of the given sizes; kept in eval mode where no gradient is wanted."""
+        """Return orthonormal blocks for a coarse domain; in eval mode without gradients they are cached."""
         return self.cached(lambda: self._built(sizes), [self.weight], self._parameters, ["weight"], sizes)
 
     def _built(self, sizes: Sizes) -> Tensor:
@@ -224,8 +245,14 @@ class _FourierConvolution(ImageSized):
         exact = x.to(at_least_float32(x.dtype))
         return apply_response(response.to(torch.promote_types(exact.dtype, torch.complex64)), exact, self.dims)
 
+    @torch.no_grad()
+    def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
+        """Return the largest norm of the blocks that the spectrum is multiplied by; see ``linalg.operator``."""
+        used = self.response(self._coarse(input_shape[1:]))
+        return blocks_norm(used.to(torch.promote_types(at_least_float32(dtype), torch.complex64)), type(self).__name__)
+
     def equivalent_kernel_size(self, *sizes: int) -> tuple[int, ...]:
-        """Taps of the kernel on each axis, for an input of the given sizes: as many as the finer map has positions.
+        """Return the taps of the kernel on each axis, for an input of the given sizes: all positions of the finer map.
 
         On an axis with a single tap of the free kernel they are as many as the stride. ECO may have fewer, which are
         spread over the whole map: on each axis, of the domain after the stride, the smallest divisor of its size that
@@ -239,7 +266,7 @@ class _FourierConvolution(ImageSized):
         return tuple(count * s for count, s in zip(taps, self.stride, strict=True))
 
     def at_size(self, *sizes: int) -> nn.Module:
-        """The same function in plain ``torch.nn`` layers, for inputs of the given sizes only.
+        """Return the same function in plain ``torch.nn`` layers, for inputs of the given sizes only.
 
         Raises:
             ValueError: if the layer does not take inputs of these sizes.
@@ -255,7 +282,6 @@ class _FourierConvolution(ImageSized):
         return plain.train(self.training)
 
     def extra_repr(self) -> str:
-        """Torch's line, and the truth about the kernel."""
         extras = "".join(
             f", {name}={value}"
             for name, value, usual in (
@@ -272,8 +298,8 @@ class _FourierConvolution(ImageSized):
 
 
 class _Plain(_FourierConvolution):
-    def adjoint(self) -> Any:
-        """The transposed layer, without bias, that shares the free kernel of this one."""
+    def adjoint(self) -> _FourierConvolution:
+        """Return the transposed layer, without bias, which shares the free kernel of this one."""
         twin = _TRANSPOSED[self.dims](
             self.out_channels, self.in_channels, self.kernel_size, self.stride, self.dilation, self.groups, bias=False,
             device="meta", method=self.method,
@@ -353,7 +379,7 @@ class FourierOrthoConvTranspose3d(_Transposed):
     dims = 3
 
 
-_TRANSPOSED: dict[int, Any] = {
+_TRANSPOSED: dict[int, type[_Transposed]] = {
     1: FourierOrthoConvTranspose1d,
     2: FourierOrthoConvTranspose2d,
     3: FourierOrthoConvTranspose3d,

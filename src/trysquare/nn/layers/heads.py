@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from trysquare.nn.layers.linear import ParametrizedLinear
 from trysquare.nn.linalg.margins import least_radius
 from trysquare.nn.linalg.rescaling import unit_rows
 from trysquare.nn.parametrizations import Parametrization
-from trysquare.nn.parametrizations.base import factory_of
+from trysquare.nn.parametrizations.base import Device, Factory, factory_of
 
 __all__ = ["UnitNormLinear"]
 
@@ -20,18 +20,16 @@ __all__ = ["UnitNormLinear"]
 class UnitRows(Parametrization):
     """A matrix with rows of norm 1, from a free matrix; its rows of zeros count as rows of the identity."""
 
-    def __init__(self, shape: tuple[int, int], **factory: Any) -> None:
+    def __init__(self, shape: tuple[int, int], **factory: Unpack[Factory]) -> None:
         super().__init__(**factory)
         self.shape = shape
 
     @property
     def free_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """One free matrix, of the shape of the weight."""
         return (self.shape,)
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
         return self.shape
 
     def draw(self) -> list[Tensor]:
@@ -51,7 +49,6 @@ class UnitRows(Parametrization):
         return [weight]
 
     def extra_repr(self) -> str:
-        """Shape."""
         return f"{self.shape[0]}x{self.shape[1]}, rows of norm 1"
 
 
@@ -76,7 +73,12 @@ class UnitNormLinear(ParametrizedLinear):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
         super().__init__(in_features, out_features, bias, device, dtype)
@@ -108,5 +110,4 @@ class UnitNormLinear(ParametrizedLinear):
         return least_radius(margins, self.pairwise_norms()[chosen], chosen)
 
     def extra_repr(self) -> str:
-        """Sizes."""
         return nn.Linear.extra_repr(self)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,7 +13,7 @@ from trysquare.nn.geometry import positive
 from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.linalg.operator import LinearOperator
 from trysquare.nn.parametrizations import OrthonormalMatrix
-from trysquare.nn.parametrizations.base import ParametrizedWeight, check_dtype, factory_of
+from trysquare.nn.parametrizations.base import Device, ParametrizedWeight, check_dtype, factory_of
 
 __all__ = ["OrthoLinear"]
 
@@ -57,8 +58,8 @@ class OrthoLinear(ParametrizedLinear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         *,
         orthogonalizer: str = "cholesky",
     ) -> None:
@@ -71,5 +72,4 @@ class OrthoLinear(ParametrizedLinear):
         )
 
     def extra_repr(self) -> str:
-        """Sizes and orthogonalizer."""
         return f"{nn.Linear.extra_repr(self)}, orthogonalizer={self.orthogonalizer}"

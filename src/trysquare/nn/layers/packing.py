@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
 from trysquare.nn.parametrizations import Parametrization
+from trysquare.nn.parametrizations.base import Factory
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -22,9 +23,9 @@ class PackedKernels(Parametrization):
     parts, then those of ``extra`` shapes, which start at 0.
     """
 
-    def __init__(self, parts: Sequence[Any], extra: Shapes = (), **factory: Any) -> None:
+    def __init__(self, parts: Sequence[Parametrization], extra: Shapes = (), **factory: Unpack[Factory]) -> None:
         super().__init__(**factory)
-        self.parts: Any = nn.ModuleList(parts)
+        self.parts = cast("Sequence[Parametrization]", nn.ModuleList(parts))
         self.extra = extra
 
     @property
@@ -34,31 +35,29 @@ class PackedKernels(Parametrization):
 
     @abstractmethod
     def build_kernels(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """The kernels, from the weight of each part and the extra free tensors."""
+        """Build the kernels from the weight of each part and the extra free tensors."""
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """One vector."""
         return (sum(map(prod, self.kernel_shapes)),)
 
     @property
     def free_shapes(self) -> Shapes:
-        """Those of the parts, then the extra ones."""
         return (*(shape for part in self.parts for shape in part.free_shapes), *self.extra)
 
     def draw(self) -> list[Tensor]:
-        """Fresh tensors of the parts, and zeros."""
         parts = [tensor for part in self.parts for tensor in part.draw()]
         return [*parts, *(torch.zeros(shape, dtype=torch.float64) for shape in self.extra)]
 
     def build(self, *free: Tensor) -> Tensor:
-        """All kernels in one vector."""
+        return torch.cat([kernel.reshape(-1) for kernel in self.build_kernels(*self.parts_from(*free))])
+
+    def parts_from(self, *free: Tensor) -> list[Tensor]:
+        """Return the weight of each part, and the extra free tensors: the arguments of ``build_kernels``."""
         owned, extra = self._owned(free)
-        weights = [part.build(*own) for part, own in zip(self.parts, owned, strict=True)]
-        return torch.cat([kernel.reshape(-1) for kernel in self.build_kernels(*weights, *extra)])
+        return [*(part.build(*own) for part, own in zip(self.parts, owned, strict=True)), *extra]
 
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
-        """As each of the parts does it."""
         owned, extra = self._owned(free)
         pairs = zip(self.parts, owned, strict=True)
         return [*(tensor for part, own in pairs for tensor in part.reconditioned(*own)), *extra]
@@ -71,7 +70,7 @@ class PackedKernels(Parametrization):
         )
 
     def _owned(self, free: tuple[Tensor, ...]) -> tuple[list[tuple[Tensor, ...]], tuple[Tensor, ...]]:
-        """The free tensors of each part, and the extra ones."""
+        """Return the free tensors of each part, and the extra ones."""
         owned, start = [], 0
         for part in self.parts:
             count = len(part.free_shapes)
@@ -80,11 +79,10 @@ class PackedKernels(Parametrization):
         return owned, free[start:]
 
     def extra_repr(self) -> str:
-        """Shapes of the kernels."""
         return f"kernels {', '.join(map(str, self.kernel_shapes))}"
 
 
 def unpack(weight: Tensor, shapes: Shapes) -> list[Tensor]:
-    """The kernels as views of the vector."""
+    """Return the kernels as views of the vector."""
     parts = weight.split([prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -7,14 +7,14 @@ not amplify. Where windows overlap, an input is read by up to ``overlap`` of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import per_axis, window_overlap
+from trysquare.nn.geometry import Size, Sizes, per_axis, window_overlap
 from trysquare.nn.linalg.norms import euclidean
 from trysquare.nn.linalg.precision import at_least_float32
 
@@ -39,7 +39,6 @@ __all__ = [
     "ScaledAvgPool3d",
 ]
 
-Size = int | Sequence[int]
 
 _AVERAGE: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 _MAX: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
@@ -60,6 +59,10 @@ class EuclideanNorm(nn.Module):
         """Norm of each vector, computed in float32 or better."""
         return euclidean(vectors.to(at_least_float32(vectors.dtype)), self.dim)
 
+    def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
+        """A norm is 1-Lipschitz."""
+        return 1.0
+
 
 class _Pool(nn.Module):
     """Windows of a pooling layer; the arguments are torch's."""
@@ -77,7 +80,6 @@ class _Pool(nn.Module):
         self.overlap = window_overlap(self.kernel_size, self.stride, self.dilation)
 
     def extra_repr(self) -> str:
-        """Windows."""
         dilation = f", dilation={self.dilation}" if max(self.dilation) > 1 else ""
         return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}{dilation}"
 
@@ -224,7 +226,6 @@ class _GlobalPool(nn.Module):
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        """Whether the axes stay."""
         return f"keepdim={self.keepdim}"
 
 
@@ -288,7 +289,6 @@ class _Resampling(nn.Module):
             raise ValueError(f"input of shape {tuple(x.shape)} must be ([batch,] channels, and {self.dims} sizes)")
 
     def extra_repr(self) -> str:
-        """Factor of each axis."""
         return f"factor={self.factor}"
 
 

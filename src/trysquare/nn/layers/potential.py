@@ -9,40 +9,39 @@ becomes a contraction.
 from __future__ import annotations
 
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from trysquare.naming import refuse_arguments
-from trysquare.nn.geometry import check_groups, per_axis
+from trysquare.nn.geometry import Size, Sizes, check_groups, check_padding_mode, per_axis
 from trysquare.nn.layers.block import Block, Sum
-from trysquare.nn.layers.conv import Size
-from trysquare.nn.layers.convolution import Convolution, check_padding_mode
+from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.linalg.kernels import adjoint
+from trysquare.nn.linalg.lattice import residual_bound
 from trysquare.nn.parametrizations import Parametrization
-from trysquare.nn.parametrizations.base import factory_of
+from trysquare.nn.parametrizations.base import Device, Factory, factory_of
 
 
 class Contraction(Parametrization):
     """A kernel ``(hidden, channels / groups, *k)`` of norm at most 1 on every domain; groups are independent."""
 
-    def __init__(self, shape: tuple[int, ...], groups: int = 1, **factory: Any) -> None:
+    def __init__(self, shape: tuple[int, ...], groups: int = 1, **factory: Unpack[Factory]) -> None:
         super().__init__(**factory)
         self.shape, self.groups = shape, groups
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the kernel."""
         return self.shape
 
     @property
     def dims(self) -> int:
-        """Number of kernel axes."""
+        """Number of spatial axes of the kernel."""
         return len(self.shape) - 2
 
     def _by_group(self, tensor: Tensor) -> Tensor:
-        """Kernel or weights with the hidden channels of each group on an axis of their own, the second."""
+        """Return a kernel or weights with the hidden channels of each group on the second axis."""
         return tensor.unflatten(0, (self.groups, -1))
 
     def _draw_kernel(self) -> Tensor:
@@ -61,11 +60,11 @@ class _PotentialStep(Block):
         shape: tuple[int, ...],
         bias: bool,
         activation: nn.Module | None,
-        factory: dict[str, Any],
+        factory: Factory,
         options: dict[str, Any],
     ) -> None:
         self._first, self._second = convolution, convolution.flipped()
-        made = self.contraction(shape, convolution.groups, **options, **factory_of(torch.empty(0, **factory)))
+        made = self.contraction(shape, convolution.groups, **options, **factory)
         self._finish(made, shape, bias, activation)
 
     @property
@@ -78,8 +77,16 @@ class _PotentialStep(Block):
         """Take one step."""
         return input + self._branch(input, *self.kernels)
 
+    @torch.no_grad()
+    def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
+        """Bound ``x - 2 Mᵀ σ(M x + b)`` with the kernel as it was rounded; see ``linalg.operator.LipschitzLayer``."""
+        kernel = self.exact_weight()
+        first = self._first.on_lattice(kernel)
+        second = self._second.on_lattice(-2 * adjoint(kernel, first.groups))
+        return residual_bound(first.identity(), first, second, self._circle([first, second], input_shape))
+
     def as_torch(self) -> nn.Module:
-        """The sum of the input and two plain layers with the activation between them."""
+        """Return the sum of the input and two plain layers with the activation between them."""
         return Sum(nn.Identity(), self._plain_branch(*self.kernels)).train(self.training)
 
 
@@ -93,8 +100,8 @@ class PotentialLinear(_PotentialStep):
         features: int,
         hidden_features: int | None = None,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         *,
         activation: nn.Module | None = None,
         **options: Any,
@@ -104,7 +111,7 @@ class PotentialLinear(_PotentialStep):
         self.features = features
         self.hidden_features = features if hidden_features is None else hidden_features
         check_groups(1, features=features, hidden_features=self.hidden_features)
-        factory = {"device": device, "dtype": dtype}
+        factory = factory_of(torch.empty(0, device=device, dtype=dtype))
         self._take_step(Convolution(), (self.hidden_features, features), bias, activation, factory, options)
 
 
@@ -123,8 +130,8 @@ class PotentialConv(_PotentialStep):
         groups: int = 1,
         bias: bool = True,
         padding_mode: str = "circular",
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         *,
         activation: nn.Module | None = None,
         **options: Any,
@@ -140,5 +147,5 @@ class PotentialConv(_PotentialStep):
         self.dilation = per_axis("dilation", dilation, self.dims)
         convolution = Convolution.same(self.kernel_size, (1,) * self.dims, self.dilation, groups, padding_mode)
         shape = (self.hidden_channels, channels // groups, *self.kernel_size)
-        factory = {"device": device, "dtype": dtype}
+        factory = factory_of(torch.empty(0, device=device, dtype=dtype))
         self._take_step(convolution, shape, bias, activation, factory, options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from trysquare.nn.geometry import number
 from trysquare.nn.layers.pooling import EuclideanNorm
 from trysquare.nn.linalg.precision import at_least_float32
+from trysquare.nn.parametrizations.base import Device
 
 __all__ = ["ConcatResidual", "ConvexResidual", "L2Residual", "LearnableResidual"]
 
@@ -64,8 +64,8 @@ class LearnableResidual(_Residual):
         shortcut: nn.Module | None = None,
         scale: float = 1.0,
         learnable_skip: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(branch, shortcut)
         self.scale = nn.Parameter(torch.tensor(float(scale), device=device, dtype=dtype))
@@ -114,8 +114,8 @@ class ConvexResidual(_Residual):
         branch: nn.Module,
         shortcut: nn.Module | None = None,
         weight: float = 0.5,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(branch, shortcut)
         if not 0 < number("weight", weight) < 1:
@@ -176,8 +176,8 @@ class L2Residual(_Residual):
         branch: nn.Module,
         shortcut: nn.Module | None = None,
         angle: float = math.pi / 4,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(branch, shortcut)
         self.norm = EuclideanNorm(1)

@@ -8,20 +8,21 @@ convolution ``A`` with a stride one that makes them larger.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import check_groups
+from trysquare.nn.geometry import Sizes, check_groups
 from trysquare.nn.layers.block import PackedBlock, ResamplingBlock
 from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.layers.packing import PackedKernels, Shapes
 from trysquare.nn.linalg.kernels import adjoint
+from trysquare.nn.linalg.lattice import sandwich_bound
 from trysquare.nn.linalg.rescaling import positive
 from trysquare.nn.linalg.sandwich import mix, sandwich_pair
-from trysquare.nn.parametrizations import OrthonormalMatrix
-from trysquare.nn.parametrizations.base import factory_of
+from trysquare.nn.parametrizations import OrthonormalMatrix, Parametrization
+from trysquare.nn.parametrizations.base import Device, Factory, factory_of
 
 __all__ = [
     "SandwichAOCConv1d",
@@ -37,18 +38,17 @@ __all__ = [
 class SandwichMatrices(PackedKernels):
     """``√2 Ψ⁻¹ B`` and ``√2 Aᵀ Ψ`` for one orthonormal matrix ``[A B]`` and free factors ``Ψ``."""
 
-    def __init__(self, inputs: int, outputs: int, hidden: int, orthogonalizer: str, **factory: Any) -> None:
+    def __init__(self, inputs: int, outputs: int, hidden: int, orthogonalizer: str, **factory: Unpack[Factory]) -> None:
         both = OrthonormalMatrix((hidden, outputs + inputs), orthogonalizer, **factory)
         super().__init__((both,), ((hidden,),), **factory)
         self.inputs, self.outputs, self.hidden = inputs, outputs, hidden
 
     @property
     def kernel_shapes(self) -> Shapes:
-        """First and second matrix."""
         return (self.hidden, self.inputs), (self.outputs, self.hidden)
 
     def build_kernels(self, *tensors: Tensor) -> list[Tensor]:
-        """Split, and scale by ``Ψ``."""
+        """Split the matrix, and scale both parts by ``Ψ``."""
         both, free_psi = tensors
         a, b = both[:, : self.outputs], both[:, self.outputs :]
         first, second = sandwich_pair(a, b, positive(free_psi).unsqueeze(-1))
@@ -63,7 +63,13 @@ class SandwichKernels(PackedKernels):
     """
 
     def __init__(
-        self, plain: Any, strided: Any, groups: int, transposed: bool, orthogonalizer: str, **factory: Any
+        self,
+        plain: Parametrization,
+        strided: Parametrization,
+        groups: int,
+        transposed: bool,
+        orthogonalizer: str,
+        **factory: Unpack[Factory],
     ) -> None:
         hidden = plain.weight_shape[0]
         matrix = OrthonormalMatrix((groups, hidden // groups, 2 * hidden // groups), orthogonalizer, **factory)
@@ -72,7 +78,6 @@ class SandwichKernels(PackedKernels):
 
     @property
     def kernel_shapes(self) -> Shapes:
-        """First and second kernel."""
         plain, strided = (tuple(part.weight_shape) for part in self.parts[:2])
         if self.transposed:
             return plain, strided
@@ -80,7 +85,7 @@ class SandwichKernels(PackedKernels):
         return strided, (outputs * self.groups, hidden // self.groups, *taps)
 
     def build_kernels(self, *tensors: Tensor) -> list[Tensor]:
-        """Mix, and scale by ``Ψ``."""
+        """Mix the kernels by the matrix, and scale both by ``Ψ``."""
         plain, strided, matrix, free_psi = tensors
         psi = positive(free_psi).view(-1, *(1,) * (plain.ndim - 1))
         plain, strided = mix(matrix, plain, strided)
@@ -91,10 +96,10 @@ class SandwichKernels(PackedKernels):
 
 
 class _Sandwich(PackedBlock):
-    """The branch alone."""
+    """The branch without a shortcut."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """First kernel, activation, second kernel.
+        """Apply the first kernel, the activation and the second kernel.
 
         Raises:
             ValueError: if the padding is circular and the stride does not divide the input of a layer that is not
@@ -102,8 +107,17 @@ class _Sandwich(PackedBlock):
         """
         return self._branch(input, *self.kernels)
 
+    @torch.no_grad()
+    def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
+        """Bound the branch, whatever its two kernels are, with the layer's ``Ψ``; see ``linalg.operator``."""
+        first, second = maps = self._maps(self._first, self._second)
+        back = second if self._second.transposed else second.transposed()
+        made_of = self._before_fusing()
+        psi = None if made_of is None else positive(made_of[-1])
+        return sandwich_bound(first, back, self._circle(maps, input_shape), psi)
+
     def as_torch(self) -> nn.Module:
-        """Two plain layers with the activation between them."""
+        """Return two plain layers with the activation between them."""
         return self._plain_branch(*self.kernels)
 
 
@@ -131,8 +145,8 @@ class SandwichLinear(_Sandwich):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         *,
         hidden_features: int | None = None,
         activation: nn.Module | None = None,
@@ -152,7 +166,7 @@ class SandwichLinear(_Sandwich):
 class _ExplicitSandwich(_Sandwich, ResamplingBlock):
     """Constructor of both convolutions; the hidden layer is on the coarse side."""
 
-    def _kernels(self, factory: dict[str, Any]) -> SandwichKernels:
+    def _kernels(self, factory: Factory) -> SandwichKernels:
         fine, coarse = ((side, self.hidden_channels) for side in self._sides)
         strided = self._geometry("the strided kernel", fine, self.kernel_size, True, "hidden_channels")
         plain = self._geometry("the plain kernel", coarse, self.kernel_size, False, "hidden_channels")

@@ -5,20 +5,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from math import prod
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import Sizes, per_axis
+from trysquare.nn.geometry import Size, Sizes, per_axis
 from trysquare.nn.layers.activations import with_slopes_in_unit_interval
-from trysquare.nn.layers.fourier import ImageSized, Size, plain_layer
+from trysquare.nn.layers.fourier import ImageSized, blocks_norm, plain_layer
 from trysquare.nn.linalg.fourier import apply_response, of_response
+from trysquare.nn.linalg.lattice import ROUND_UP
 from trysquare.nn.linalg.orthogonalize import cayley_rows
 from trysquare.nn.linalg.precision import at_least_float32, full_precision, protected
 from trysquare.nn.linalg.rescaling import limited, positive
 from trysquare.nn.linalg.sandwich import sandwich_pair
-from trysquare.nn.parametrizations.base import Caching, keeping_precision
+from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
+from trysquare.nn.parametrizations.base import Caching, Device, keeping_precision
 
 __all__ = [
     "SandwichConv1d",
@@ -55,8 +57,8 @@ class FrequencyResponse(Caching):
         kernel_size: Sizes,
         dilation: Sizes,
         transposed: bool,
-        device: Any,
-        dtype: Any,
+        device: Device,
+        dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         groups, self.hidden, strided = shape
@@ -92,7 +94,7 @@ class FrequencyResponse(Caching):
             bounded = limited(free, _MOST, dims=len(sizes))
             return of_response(lambda blocks: self._pair(blocks, free_psi), bounded, sizes, self.dilation)
 
-        return protected(build, [self.free, self.free_psi])
+        return protected(build, [tensor.to(at_least_float32(tensor.dtype)) for tensor in (self.free, self.free_psi)])
 
     def _pair(self, blocks: Tensor, free_psi: Tensor) -> Tensor:
         b, a = self._ordered(cayley_rows(blocks))
@@ -117,11 +119,11 @@ class _FourierSandwich(ImageSized):
         dilation: Size = 1,
         groups: int = 1,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         *,
         activation: nn.Module | None = None,
-        **others: Any,
+        **others: object,
     ) -> None:
         super().__init__()
         self._set_numbers((in_channels, out_channels), (kernel_size, stride, dilation), groups, others)
@@ -156,6 +158,15 @@ class _FourierSandwich(ImageSized):
             hidden = hidden + self.bias.to(hidden.dtype).view(-1, *(1,) * self.dims)
         return apply_response(after.mH, self.activation(hidden), self.dims)
 
+    @torch.no_grad()
+    def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
+        """Bound the branch by two blocks for each frequency and group; see ``linalg.operator.LipschitzLayer``."""
+        before, after = (response.to(torch.complex128) for response in self.response(self._coarse(input_shape[1:])))
+        psi = positive(self.response.free_psi.detach().double()).unsqueeze(-1)
+        both = torch.cat((after / psi, before * psi), -1)
+        rounding = 4 * UNIT_ROUNDOFF * float(torch.linalg.matrix_norm(both).max())
+        return (blocks_norm(both, type(self).__name__) + rounding) ** 2 / 2 * ROUND_UP
+
     def at_size(self, *sizes: int) -> nn.Module:
         """The same function in plain layers with the activation between them, for inputs of the given sizes only.
 
@@ -177,7 +188,6 @@ class _FourierSandwich(ImageSized):
         return nn.Sequential(first, copy.deepcopy(self.activation), second).train(self.training)
 
     def extra_repr(self) -> str:
-        """Numbers of the layer."""
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
             f"dilation={self.dilation}, groups={self.groups}"

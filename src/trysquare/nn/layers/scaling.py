@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trysquare.nn.layers.centering import _per_channel
+from trysquare.nn.layers.centering import per_channel
+from trysquare.nn.parametrizations.base import Device
 
 __all__ = ["InputScaling"]
 
@@ -37,7 +37,11 @@ class InputScaling(nn.Module):
     std: Tensor
 
     def __init__(
-        self, mean: float | Sequence[float], std: float | Sequence[float], device: Any = None, dtype: Any = None
+        self,
+        mean: float | Sequence[float],
+        std: float | Sequence[float],
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         means, deviations = _numbers("mean", mean), _numbers("std", std)
@@ -53,10 +57,9 @@ class InputScaling(nn.Module):
         channels = max(len(self.mean), len(self.std))
         if input.ndim < 2 or channels not in (1, input.shape[1]):
             raise ValueError(f"input of shape {tuple(input.shape)} must be (batch, {channels}, ...)")
-        return (input - _per_channel(self.mean, input)) / _per_channel(self.std, input)
+        return (input - per_channel(self.mean, input)) / per_channel(self.std, input)
 
     def extra_repr(self) -> str:
-        """The numbers."""
         return f"mean={_rounded(self.mean)}, std={_rounded(self.std)}"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Self
+from typing import Self
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from trysquare.nn.geometry import ConvGeometry
 from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.linalg.precision import as_autocast
-from trysquare.nn.parametrizations.soc import SOC
+from trysquare.nn.parametrizations import SOC, Parametrization
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Series:
     matrix: Convolution
 
     @classmethod
-    def of(cls, parametrization: Any, geometry: ConvGeometry, whole: Convolution) -> Self | None:
-        """The series of a layer, if it has one that is worth it and does what the ``whole`` kernel does.
+    def of(cls, parametrization: Parametrization, geometry: ConvGeometry, whole: Convolution) -> Self | None:
+        """Return the series of a layer, if it takes fewer products than the ``whole`` kernel and does the same.
 
-        It does not with zeros around the map, which every term would meet anew, nor where the padding is less than
-        that of the terms, nor where there is a stride but no matrix that does it. Terms are rounded one by one, which
-        the rest of the series amplifies, up to ``exp(norm)`` times.
+        It does not do the same with zeros around the map, because every term would be padded, nor where the padding is
+        less than that of the terms, nor where there is a stride but no matrix to do it. Each term is rounded, and the
+        rest of the series amplifies that up to ``exp(norm)`` times.
         """
         if not isinstance(parametrization, SOC) or whole.mode != "circular" or parametrization.norm > 1:
             return None
@@ -76,7 +76,7 @@ class Series:
 
     @property
     def _rotates_first(self) -> bool:
-        """A convolution does, unless it is built from its adjoint; a transposed one has the opposite order."""
+        """Whether the rotation comes before the matrix, as in convolutions that are not built from their adjoint."""
         return self.geometry.built_from_adjoint == self.geometry.transposed
 
     def _rotated(self, x: Tensor, skew: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class Series:
         return 0 if self.geometry.built_from_adjoint else self.geometry.inner_channels - self.geometry.group_in
 
     def _widened(self, x: Tensor) -> Tensor:
-        """Zeros in the channels that are missing."""
+        """Append zeros for the channels that are missing."""
         if not self._missing:
             return x
         axis = -1 - self.skew.dims
@@ -104,7 +104,7 @@ class Series:
         return F.pad(groups, [*(0, 0) * self.skew.dims, 0, self._missing]).flatten(axis - 1, axis)
 
     def _narrowed(self, y: Tensor) -> Tensor:
-        """The adjoint of ``_widened``."""
+        """Apply the adjoint of ``_widened``."""
         if not self._missing:
             return y
         axis = -1 - self.skew.dims

@@ -16,7 +16,6 @@ class RowContraction(Contraction):
 
     @property
     def free_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Kernel and weights."""
         return self.shape, self.shape[:1]
 
     def draw(self) -> list[Tensor]:
@@ -41,7 +40,6 @@ class RowContraction(Contraction):
         return [weight, positive_inverse(perron / middle).flatten()]
 
     def extra_repr(self) -> str:
-        """Shape."""
         return f"{self.shape}, rescaled by row sums of K Kᵀ"
 
 

@@ -20,8 +20,10 @@ With zero padding the hidden map is cut off at the border. That is an activation
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Unpack, cast
 
+import torch
 from torch import Tensor, nn
 
 from trysquare.nn.geometry import Pads, Sizes, check_groups
@@ -29,6 +31,9 @@ from trysquare.nn.layers.block import ResamplingBlock, Sum
 from trysquare.nn.layers.packing import PackedKernels, Shapes
 from trysquare.nn.layers.sll import RowContraction
 from trysquare.nn.linalg.kernels import adjoint, compose
+from trysquare.nn.linalg.lattice import ROUND_UP, SMALL, LatticeMap, residual_bound, tap_norms
+from trysquare.nn.parametrizations import Parametrization
+from trysquare.nn.parametrizations.base import Factory
 
 __all__ = [
     "SLLAOCBlock1d",
@@ -41,7 +46,7 @@ __all__ = [
 
 
 def _halves(kernel_size: Sizes) -> tuple[Sizes, Sizes]:
-    """Sizes of ``K`` and of ``pre`` and ``post``, whose compositions have ``kernel_size`` taps."""
+    """Return the sizes of ``K``, and of ``pre`` and ``post``, whose compositions have ``kernel_size`` taps."""
     inner = tuple(k // 2 + 1 for k in kernel_size)
     return inner, tuple(k + 1 - i for k, i in zip(kernel_size, inner, strict=True))
 
@@ -53,7 +58,14 @@ class FusedKernels(PackedKernels):
     ``post ∘ pre`` and ``post ∘ Kᵀ`` for transposed convolutions, and ``-2 (K ∘ pre)ᵀ``.
     """
 
-    def __init__(self, pre: Any, post: Any, inner: RowContraction, transposed: bool, **factory: Any) -> None:
+    def __init__(
+        self,
+        pre: Parametrization,
+        post: Parametrization,
+        inner: RowContraction,
+        transposed: bool,
+        **factory: Unpack[Factory],
+    ) -> None:
         super().__init__((pre, post, inner), **factory)
         self.groups, self.transposed = inner.groups, transposed
         (_, inputs, *outer), (hidden, _, *middle) = pre.weight_shape, inner.weight_shape
@@ -67,11 +79,10 @@ class FusedKernels(PackedKernels):
 
     @property
     def kernel_shapes(self) -> Shapes:
-        """Shortcut, first and second convolution of the branch."""
         return self._shapes
 
     def build_kernels(self, *tensors: Tensor) -> list[Tensor]:
-        """Multiply out."""
+        """Compose the kernels of the shortcut and of the branch."""
         pre, post, inner = tensors
         fine = compose(inner, pre, self.groups)
         strided = compose(post, adjoint(inner, self.groups), self.groups)
@@ -85,7 +96,7 @@ class _FusedBlock(ResamplingBlock):
     _shown = (*ResamplingBlock._shown, "mid_channels")
     _options = ("mid_channels",)
 
-    def _kernels(self, factory: dict[str, Any], mid_channels: int | None = None) -> FusedKernels:
+    def _kernels(self, factory: Factory, mid_channels: int | None = None) -> FusedKernels:
         fine, coarse = self._sides
         self.mid_channels = fine if mid_channels is None else mid_channels
         check_groups(self.groups, mid_channels=self.mid_channels)
@@ -112,7 +123,7 @@ class _FusedBlock(ResamplingBlock):
             self._first, self._second = self._second.adjoint(), self._first.flipped()
 
     def _paddings(self, inner: Sizes, outer: Sizes) -> tuple[Pads, Pads, Pads]:
-        """Padding of ``post ∘ pre``, ``K ∘ pre`` and ``post ∘ Kᵀ``.
+        """Return the padding of ``post ∘ pre``, ``K ∘ pre`` and ``post ∘ Kᵀ``.
 
         The fused ones agree with the three single ones if every padding is the sum of those of its
         parts, and that of ``Kᵀ`` is that of ``K`` flipped.
@@ -129,7 +140,7 @@ class _FusedBlock(ResamplingBlock):
         return shortcut, fine, strided
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Shortcut plus branch.
+        """Add the branch to the shortcut.
 
         Raises:
             ValueError: if the padding is circular and the stride does not divide the input of a block that is not
@@ -138,8 +149,44 @@ class _FusedBlock(ResamplingBlock):
         shortcut, first, second = self.kernels
         return self._shortcut(input, shortcut) + self._branch(input, first, second)
 
+    @torch.no_grad()
+    def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
+        """Bound ``post (I - 2 KᵀDK) pre``, and what fusing and rounding add; see ``linalg.operator.LipschitzLayer``.
+
+        With ``A + S D T`` exact and ``A'``, ``S'``, ``T'`` used, the difference is at most ``|A' - A| + |S'| |T' - T| +
+        |S' - S| |T|`` for every diagonal ``D`` between 0 and 1. A transposed block has the transposed matrices. Without
+        its parts, a block is bounded by its kernels alone.
+        """
+        shortcut, first, second = maps = self._maps(self._shortcut, self._first, self._second)
+        circle = self._circle(maps, input_shape)
+        fine = tuple(size * s for size, s in zip(circle, shortcut.stride, strict=True))
+        made_of = self._before_fusing()
+        if made_of is None:
+            first, second = (second.transposed(), first) if self.transposed else (first, second)
+            apart = (shortcut.norm(circle) + second.norm(circle) * first.norm(fine)) * ROUND_UP
+            return min(apart, residual_bound(shortcut, first, second, circle))
+        pre, post, inner = made_of
+
+        def norm(kernel: Tensor, strided: bool) -> float:
+            stride = shortcut.stride if strided else (1,) * len(fine)
+            return replace(shortcut, kernel=kernel, stride=stride).norm(circle if strided else fine)
+
+        def off(used: LatticeMap, exact: Tensor, strided: bool) -> float:
+            # Fusing kernels in float64 is below the roundings that this leaves room for.
+            difference = used.kernel - exact
+            quick = tap_norms(difference)
+            far = quick if quick < SMALL else norm(difference, strided)
+            return far + 1e-12 * tap_norms(exact)
+
+        kernels = cast("FusedKernels", self.parametrization)
+        exact, strided = kernels.build_kernels(pre, post, inner), (True, self.transposed, not self.transposed)
+        around, before, after = (off(*each) for each in zip(maps, exact, strided, strict=True))
+        theorem = norm(post, True) * norm(pre, False) * max(1.0, 2 * norm(inner, False) ** 2 - 1)
+        rounded = around + norm(second.kernel, strided[2]) * before + after * norm(exact[1], strided[1])
+        return (theorem + rounded) * ROUND_UP
+
     def as_torch(self) -> nn.Module:
-        """The sum of a plain convolution, and two with the activation between them."""
+        """Return the sum of a plain convolution, and of two with the activation between them."""
         shortcut, first, second = self.kernels
         around = self._shortcut.plain(shortcut, None, self.training)
         return Sum(around, self._plain_branch(first, second)).train(self.training)

@@ -363,7 +363,7 @@ def kernel_gram_bound(convolution: Polyphase, steps: int = 4) -> float:
     ``|K_t|_F² / rank`` is at most the squared supremum (Parseval).
 
     To compare with ``any_size_bound``, which ``spectral_norm_bound`` uses: after the three steps that are affordable
-    the sum over the taps is 15 to 30 % too large (``benchmarks/spectrum.py``).
+    the sum over the taps is 7 to 57 % too large for kernels of 3 x 3 taps and 16 to 64 channels.
 
     Args:
         convolution: the convolution, with entries of ordinary size.

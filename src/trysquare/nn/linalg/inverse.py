@@ -14,9 +14,9 @@ _MOST_ROWS = 128
 
 
 def inverse(matrix: Tensor) -> Tensor:
-    """Inverse of each matrix of a batch ``(..., n, n)``; what it is for singular ones is not defined.
+    """Return the inverse of each matrix of a batch ``(..., n, n)``; for singular ones it is not defined.
 
-    Large ones on the CPU come one by one. In a compiled graph, which would repeat its code for each, and under
+    Large ones on the CPU are inverted one by one. In a compiled graph, which would repeat its code for each, and under
     transforms, which hide batches, it is done by blocks. These are not exchanged: that is for matrices of positive
     definite Hermitian part, and less precise for large entries.
     """

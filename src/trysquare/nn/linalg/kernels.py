@@ -79,8 +79,8 @@ def _check_composable(after: Tensor, before: Tensor, groups: int, dims: int) -> 
 def _compose_blocks(after: Tensor, before: Tensor) -> Tensor:
     """``(b, n, c, *k)`` and ``(b, c, m, *l)`` to ``(b, n, m, *(k + l - 1))``, by the faster of two ways.
 
-    Measured by ``python -m benchmarks compose``: with up to four taps on one side, products of taps win by up to a
-    factor of two; with more, torch's full convolution, which has up to three axes.
+    Measured on a processor with 16 to 256 channels: with up to four taps on one side, products of taps take 0.7 to 1.3
+    times as long as torch's full convolution, which has up to three axes; with more taps, 1.1 to 2.9 times as long.
     """
     k, size = after.shape[3:], before.shape[3:]
     if not k:

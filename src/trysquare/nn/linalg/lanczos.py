@@ -29,7 +29,7 @@ class ExtremeSingularValues(NamedTuple):
 
 
 def golub_kahan(apply: Apply, transpose: Apply, size: int, steps: int, tolerance: float) -> ExtremeSingularValues:
-    """Extreme singular values by Golub-Kahan bidiagonalisation with full reorthogonalisation.
+    """Return extreme singular values found by Golub-Kahan bidiagonalisation with full reorthogonalisation.
 
     Args:
         apply: maps a vector of ``size`` numbers to a longer one (or one as long), linearly. Float64.
@@ -58,7 +58,7 @@ def golub_kahan(apply: Apply, transpose: Apply, size: int, steps: int, tolerance
 
 
 class _Basis:
-    """Orthonormal vectors, one row each, in memory that is taken once."""
+    """Orthonormal vectors, one row each, in memory that is allocated once."""
 
     def __init__(self, size: int, capacity: int) -> None:
         self.rows = torch.empty(capacity, size, dtype=torch.float64)
@@ -69,7 +69,7 @@ class _Basis:
         return self.rows[self.count - 1]
 
     def append(self, vector: Tensor) -> float:
-        """Append the part of ``vector`` orthogonal to all rows, normalised; its length, 0 if it is only rounding."""
+        """Append the normalised part of ``vector`` orthogonal to all rows; return its length, 0 if it is rounding."""
         before = float(vector.norm())
         vector = self._rest(vector)
         length = float(vector.norm())
@@ -89,7 +89,7 @@ class _Basis:
 
 
 def _ritz(diagonal: list[float], above: list[float]) -> ExtremeSingularValues:
-    """Singular values of the bidiagonal matrix, with their residuals ``above[-1] |last entry of the left vector|``."""
+    """Return singular values of the bidiagonal matrix, and residuals ``above[-1] |last entry of the left vector|``."""
     matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
     if len(diagonal) > 1:
         matrix += torch.diag(torch.tensor(above[:-1], dtype=torch.float64), 1)

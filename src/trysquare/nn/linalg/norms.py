@@ -15,7 +15,7 @@ _SQUARINGS = 4
 
 
 def euclidean(vectors: Tensor, dim: int = -1) -> Tensor:
-    """Norms along an axis, exact at every scale, with gradients of norm at most 1: 0 at 0, a subgradient at the tip.
+    """Return norms along an axis, exact at every scale, with gradients of norm at most 1; at 0 the gradient is 0.
 
     Scaled before they are squared, so that squares neither overflow nor vanish.
 
@@ -30,7 +30,7 @@ def euclidean(vectors: Tensor, dim: int = -1) -> Tensor:
 
 
 def gram_norm_bound(matrix: Tensor, squarings: int = _SQUARINGS) -> Tensor:
-    """Upper bound of the largest singular value by Gram iteration; differentiable.
+    """Bound the largest singular value from above by Gram iteration; differentiable.
 
     ``‖M‖ = ‖A^(2^t)‖^(1 / 2^(t + 1))`` for ``A = M Mᴴ`` or ``MᴴM``, whichever is smaller. The norm of the power is
     bounded by that of Frobenius and by its row sums; each squaring takes the square root of the factor by which that
@@ -70,7 +70,7 @@ def gram_norm_bound(matrix: Tensor, squarings: int = _SQUARINGS) -> Tensor:
 
 
 def _product_above(scale: Tensor, factor: Tensor) -> Tensor:
-    """Their product; if it is subnormal, where rounding may lose a hundredth of it and more, the next number."""
+    """Return the product, or the next number if it is subnormal, where rounding may lose a hundredth of it and more."""
     product = scale * factor
     limits = torch.finfo(product.dtype)
     return torch.where((product > 0) & (product < limits.tiny), product + limits.tiny * limits.eps, product)
@@ -81,7 +81,7 @@ def _hermitian_bound(matrix: Tensor) -> Tensor:
 
 
 def norm_bound(kernel: Tensor, steps: int = _SQUARINGS, *, dims: int | None = None) -> Tensor:
-    """Upper bound of the norm of a convolution on every domain, or of a matrix; differentiable.
+    """Bound the norm of a convolution on every domain, or of a matrix, from above; differentiable.
 
     The norm is the largest of the frequency response. Its blocks are bounded by Gram iteration on a grid of ``N = (k -
     1) (steps + 2)`` frequencies an axis. Between them, along one axis, ``uᴴ K(ω) v`` is a trigonometric polynomial of
@@ -122,13 +122,13 @@ def norm_bound(kernel: Tensor, steps: int = _SQUARINGS, *, dims: int | None = No
 
 
 def _row_sum_bound(kernel: Tensor, dims: int) -> Tensor:
-    """Root of the largest row sum of ``K Kᵀ``: exact for kernels of one sign."""
+    """Return the root of the largest row sum of ``K Kᵀ``: exact for kernels of one sign."""
     square = row_sums(gram(kernel, dims=dims), dims=dims).amax(-1)
     return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
 
 
 def kernel_norm_bound(kernel: Tensor, dims: int) -> Tensor:
-    """Upper bound of the norm of a stride-1 convolution on every domain, by matrices of the size of the kernel.
+    """Bound the norm of a stride-1 convolution on every domain, by matrices of the size of the kernel.
 
     For each way to split the kernel axes into two sets, let ``R`` be the kernel as a matrix with output channels and
     the first set as rows, input channels and the second set as columns. The convolution cuts the input into windows

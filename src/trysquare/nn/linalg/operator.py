@@ -1,4 +1,4 @@
-"""Linear layers as numbers: a kernel, and what each axis of a domain lets it read.
+"""Linear layers as operators: a kernel, and what each axis of a domain lets it read.
 
 A transposed convolution is the adjoint of the plain convolution with the same weight, so it is read as that one. A
 matrix is a convolution without axes.
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trysquare.nn.geometry import Pads, Sizes, flat_pads
+from trysquare.nn.geometry import Pads, Sizes, extent, flat_pads
 from trysquare.nn.linalg.kernels import CONV, CONV_TRANSPOSE
 from trysquare.nn.linalg.precision import full_precision
 
@@ -125,7 +125,7 @@ class LinearOperator:
 
     @classmethod
     def of_matrix(cls, weight: Tensor, shape: Sizes) -> LinearOperator:
-        """Products by a matrix, on inputs of a shape whose last axis it reads.
+        """Return the product by a matrix, on inputs of a shape whose last axis it reads.
 
         Raises:
             ValueError: if the shape does not fit the matrix.
@@ -138,41 +138,41 @@ class LinearOperator:
     def of_convolution(
         cls, kernel: Tensor, shape: Sizes, stride: Sizes, dilation: Sizes, groups: int, pads: Pads, mode: str
     ) -> LinearOperator:
-        """A convolution of inputs ``(channels, *sizes)``.
+        """Return a convolution of inputs ``(channels, *sizes)``.
 
         Raises:
             ValueError: if the shape does not fit the kernel, or the kernel does not fit in the padded input.
         """
-        sizes, extent = _sizes_of(shape, kernel.shape[1] * groups, len(stride)), _extent(kernel, dilation)
-        windows = [(n + sum(pad) - e) // s + 1 for n, e, s, pad in zip(sizes, extent, stride, pads, strict=True)]
+        sizes, span = _sizes_of(shape, kernel.shape[1] * groups, len(stride)), extent(kernel.shape[2:], dilation)
+        windows = [(n + sum(pad) - e) // s + 1 for n, e, s, pad in zip(sizes, span, stride, pads, strict=True)]
         if min(windows) < 1:
             raise ValueError(
-                f"an input of size {sizes}, padded by {pads}, is smaller than the kernel, which extends over {extent}"
+                f"an input of size {sizes}, padded by {pads}, is smaller than the kernel, which extends over {span}"
             )
-        axes = tuple(Axis(*numbers, mode) for numbers in zip(sizes, windows, extent, stride, pads, strict=True))
+        axes = tuple(Axis(*numbers, mode) for numbers in zip(sizes, windows, span, stride, pads, strict=True))
         return cls(kernel, dilation, groups, axes)
 
     @classmethod
     def of_transposed(
         cls, kernel: Tensor, shape: Sizes, stride: Sizes, dilation: Sizes, groups: int, crops: Pads, mode: str
     ) -> LinearOperator:
-        """A transposed convolution of inputs ``(channels, *sizes)``: the adjoint of one that reads its output.
+        """Return a transposed convolution of inputs ``(channels, *sizes)``: the adjoint of one that reads its output.
 
         Raises:
             ValueError: if the shape does not fit the kernel, or nothing is left of the output.
         """
-        sizes, extent = _sizes_of(shape, kernel.shape[0], len(stride)), _extent(kernel, dilation)
+        sizes, span = _sizes_of(shape, kernel.shape[0], len(stride)), extent(kernel.shape[2:], dilation)
         if mode == "circular":
             # What falls past the border is wrapped around, whatever the crop. A crop on the left only shifts the
             # circle, so leave it out: no singular value depends on it.
             domain = tuple(n * s for n, s in zip(sizes, stride, strict=True))
-            crops = tuple((0, max(0, e - s)) for e, s in zip(extent, stride, strict=True))
+            crops = tuple((0, max(0, e - s)) for e, s in zip(span, stride, strict=True))
         else:
-            each = zip(sizes, stride, extent, crops, strict=True)
+            each = zip(sizes, stride, span, crops, strict=True)
             domain = tuple((n - 1) * s + e - sum(crop) for n, s, e, crop in each)
         if min(domain) < 1:
             raise ValueError(f"an input of size {sizes} is too small: the output would have size {domain}")
-        axes = tuple(Axis(*numbers, mode) for numbers in zip(domain, sizes, extent, stride, crops, strict=True))
+        axes = tuple(Axis(*numbers, mode) for numbers in zip(domain, sizes, span, stride, crops, strict=True))
         return cls(kernel, dilation, groups, axes, transposed=True)
 
     @property
@@ -206,7 +206,7 @@ class LinearOperator:
         return math.prod(axis.repeats for axis in self.axes)
 
     def apply(self, x: Tensor) -> Tensor:
-        """The convolution of ``(batch, *domain)``, of the kernel's dtype."""
+        """Convolve ``(batch, *domain)``, which has the dtype of the kernel."""
         if not self.axes:
             return F.linear(x, self.kernel)
         if self.axes[0].mode == "zeros":
@@ -219,7 +219,7 @@ class LinearOperator:
         return CONV[len(self.axes)](x, self.kernel, None, self.stride, 0, self.dilation, self.groups)
 
     def transpose(self, y: Tensor) -> Tensor:
-        """The adjoint of ``apply``."""
+        """Apply the adjoint of ``apply``."""
         if not self.axes:
             return F.linear(y, self.kernel.mT)
         transposed = CONV_TRANSPOSE[len(self.axes)]
@@ -234,7 +234,9 @@ class LinearOperator:
         return x
 
     def dense(self) -> Tensor:
-        """Matrices ``(groups, image / groups, domain / groups)`` of the convolution."""
+        """Return the matrices ``(groups, image / groups, domain / groups)`` of the convolution."""
+        if not self.axes:
+            return self.kernel.unsqueeze(0)
         windows, positions = math.prod(self.image[1:]), math.prod(self.domain[1:])
         taps = self.kernel.flatten(2).unflatten(0, (self.groups, -1))  # (groups, n, m, taps)
         blocks = taps.new_zeros(windows, positions, *taps.shape[:3])
@@ -244,7 +246,7 @@ class LinearOperator:
         return blocks.permute(2, 3, 0, 4, 1).flatten(3).flatten(1, 2)
 
     def _read_by(self, offsets: Sizes) -> tuple[Tensor, Tensor]:
-        """Windows whose tap at ``offsets`` falls on a position of the domain, and that position, both flattened."""
+        """Return windows whose tap at ``offsets`` is on a position of the domain, and these positions, flattened."""
         window = position = torch.zeros(1, dtype=torch.long)
         for axis, dilation, offset in zip(self.axes, self.dilation, offsets, strict=True):
             windows = torch.arange(axis.windows)
@@ -258,7 +260,7 @@ class LinearOperator:
 
 @runtime_checkable
 class LinearLayer(Protocol):
-    """A layer of ours that is linear but for its bias, and says as what operator."""
+    """A layer that is linear but for its bias, and says which operator it is."""
 
     def linear_operator(self, input_shape: Sequence[int], weight: Tensor | None = None) -> LinearOperator:
         """Return the layer without its bias as a linear operator.
@@ -273,8 +275,21 @@ class LinearLayer(Protocol):
         ...
 
 
-def _extent(kernel: Tensor, dilation: Sizes) -> Sizes:
-    return tuple(d * (k - 1) + 1 for d, k in zip(dilation, kernel.shape[2:], strict=True))
+@runtime_checkable
+class LipschitzLayer(Protocol):
+    """A layer or block with a Lipschitz constant that follows from a theorem, not from the calls that it makes."""
+
+    def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
+        """Return a certified upper bound on the l2 Lipschitz constant, with the weights that a forward pass uses.
+
+        Args:
+            input_shape: shape of one input, without the batch.
+            dtype: of the input, to which the layer may round what it multiplies with.
+
+        Raises:
+            ValueError: if the weights hold no numbers, or some that are not finite.
+        """
+        ...
 
 
 def _sizes_of(shape: Sizes, channels: int, dims: int) -> Sizes:

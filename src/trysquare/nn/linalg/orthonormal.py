@@ -75,8 +75,9 @@ def _smallest_length(dtype: torch.dtype) -> float:
 
 
 def _householder(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by reflections in float64, for any rows."""
-    wide, tiny = rows.double(), torch.finfo(torch.float64).tiny
+    """The same by reflections, for any rows: in float64 where that costs no more than a few times as much."""
+    wide = rows.double() if host_can_look(rows) else rows
+    tiny = torch.finfo(wide.dtype).tiny
     scale = torch.linalg.vector_norm(wide, math.inf, dim=-1, keepdim=True).clamp_min(tiny)
     norm = torch.linalg.vector_norm(wide / scale, dim=-1, keepdim=True).clamp_min(tiny)
     basis, factor = torch.linalg.qr((wide / scale / norm).mT)

@@ -59,12 +59,12 @@ def positive(free: Tensor) -> Tensor:
 
 
 def positive_inverse(factors: Tensor) -> Tensor:
-    """Free numbers that ``positive`` maps to ``factors``, or near them if they are out of bounds."""
+    """Return free numbers that ``positive`` maps to ``factors``, or near them if they are out of bounds."""
     return _LOG_LIMIT * torch.atanh((factors.log() / _LOG_LIMIT).clamp(-0.999999, 0.999999))
 
 
 def gram(kernel: Tensor, *, dims: int | None = None) -> Tensor:
-    """Kernel ``(*batch, n, n, *(2k - 1))`` of ``K Kᵀ`` for the convolution ``K`` with kernel ``(*batch, n, m, *k)``.
+    """Return the kernel ``(*batch, n, n, *(2k - 1))`` of ``K Kᵀ`` for a convolution ``K``, ``(*batch, n, m, *k)``.
 
     ``dims`` is the number of kernel axes, 0 for a matrix; all but the first two axes unless given.
     """
@@ -72,13 +72,13 @@ def gram(kernel: Tensor, *, dims: int | None = None) -> Tensor:
 
 
 def channel_sums(symmetric: Tensor, *, dims: int | None = None) -> Tensor:
-    """``Σ |A_ij|`` over the taps: the matrix ``(*batch, n, n)`` of a kernel ``(*batch, n, n, *k)``."""
+    """Return ``Σ |A_ij|`` over the taps: the matrix ``(*batch, n, n)`` of a kernel ``(*batch, n, n, *k)``."""
     dims = symmetric.ndim - 2 if dims is None else dims
     return symmetric.abs().flatten(symmetric.ndim - dims).sum(-1) if dims else symmetric.abs()
 
 
 def row_sums(symmetric: Tensor, q: Tensor | None = None, *, dims: int | None = None) -> Tensor:
-    """``Σ_j |A_ij| q_j / q_i`` over channels ``j`` and all taps.
+    """Return ``Σ_j |A_ij| q_j / q_i`` over channels ``j`` and all taps.
 
     Args:
         symmetric: kernel ``(*batch, n, n, *k)`` of a symmetric operator ``A``, or a matrix.
@@ -118,7 +118,7 @@ def contract_rows(kernel: Tensor, q: Tensor | None = None, *, dims: int | None =
 
 
 def scaled_to_one(kernel: Tensor, *, dims: int | None = None) -> tuple[Tensor, Tensor]:
-    """``(*batch, n, m, *k)`` divided by its largest entry, so that no product leaves the range, and that entry.
+    """Return ``(*batch, n, m, *k)`` divided by its largest entry, so that no product leaves the range, and that entry.
 
     The second has shape ``(*batch)`` and no gradient; it is 1 for a kernel of zeros.
     """

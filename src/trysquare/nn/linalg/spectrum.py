@@ -61,7 +61,7 @@ class Polyphase:
 
     @cached_property
     def kernel(self) -> Tensor:
-        """The same convolution as a kernel ``(groups * n, m * prod(stride), *(degrees + 1))`` without dilation."""
+        """Return the same without dilation, as a kernel ``(groups * n, m * prod(stride), *(degrees + 1))``."""
         taps = self.coefficients.shape[0]
         start = self.positions.amin(0)
         dense = self.coefficients.new_zeros(*(d + 1 for d in self.degrees), *self.block_shape)
@@ -102,7 +102,7 @@ def polyphase(
 
 
 def _grid(sizes: tuple[int, ...]) -> Tensor:
-    """All index vectors ``(prod(sizes), dims)`` in order, the last axis fastest."""
+    """Return all index vectors ``(prod(sizes), dims)`` in order, the last axis fastest."""
     return (
         torch.stack([i.flatten() for i in torch.meshgrid(*map(torch.arange, sizes), indexing="ij")], -1)
         if sizes
@@ -134,7 +134,7 @@ class FrequencyBlocks:
 
     @property
     def rounding(self) -> float:
-        """Bound on the Frobenius norm of the error of any block.
+        """Bound the Frobenius norm of the error of any block.
 
         An entry is ``Σ_t K_t e^{i φ_t}``. Angles are reduced in integers; each axis adds less than a full turn that was
         rounded three times (the constant, the product, the sum), so that cosine and sine, themselves rounded, are off
@@ -146,7 +146,7 @@ class FrequencyBlocks:
         return 2 * (taps + 32 * (dims + 1) + 2) * UNIT_ROUNDOFF * total * 1.01
 
     def chunks(self, label: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Blocks ``(f, groups, n, m)``, as many frequencies at a time as fit in memory, and their multiplicities."""
+        """Yield blocks ``(f, groups, n, m)`` of as many frequencies as fit in memory, and their multiplicities."""
         per_chunk = max(1, _CHUNK_BYTES // (16 * math.prod(self.convolution.block_shape)))
         parts = list(zip(self._frequencies.split(per_chunk), self.multiplicity.split(per_chunk), strict=True))
         for frequencies, multiplicity in track(parts, label, len(parts)):
@@ -171,7 +171,7 @@ def circular_singular_values(
     dilation: tuple[int, ...],
     groups: int,
 ) -> Tensor:
-    """All singular values of a circular convolution, largest first.
+    """Return all singular values of a circular convolution, largest first.
 
     Args:
         kernel: ``(c_out, c_in / groups, *k)``.

@@ -10,10 +10,11 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from functools import cache
+from itertools import count
 from math import prod
 from operator import itemgetter
-from typing import Any, ClassVar, Protocol, Self, cast
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, ClassVar, Protocol, Self, TypedDict, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -168,7 +169,7 @@ class WriteGuard:
     def watch(self, weight: Tensor) -> None:
         """Notice writes to ``weight`` from now on."""
         if type(weight) is Tensor and not weight.is_inference() and not torch_internals.transforms_are_active():
-            counter = torch.Tensor._make_subclass(Tensor, weight)
+            counter = torch_internals.make_subclass(Tensor, weight)
             counter.data = _empty(weight.dtype, weight.device)
             self._watched.append((counter, weight._version))
 
@@ -234,7 +235,7 @@ class Parametrization(Caching, ABC):
         # The free tensors, as parameters of the module that it is attached to.
         self.slots: dict[str, nn.Parameter] = {}
         self._writes = WriteGuard()
-        _alive.add(self)
+        self._enlist()
 
     @classmethod
     def full_kernel_size(cls, kernel_size: Sizes, stride: Sizes, dilation: Sizes, **options: Any) -> Sizes:
@@ -304,7 +305,10 @@ class Parametrization(Caching, ABC):
             RuntimeError: if somebody has written into the one that was returned before.
         """
         if torch.compiler.is_compiling():
-            return self.built(free)
+            wanted = self.training or torch.is_grad_enabled()
+            if not self.slots or torch.compiler.is_exporting() or (wanted and any(t.requires_grad for t in free)):
+                return self.built(free)
+            return kept_weight(list(free), self.number, list(self.weight_shape), self.dtype_from(free))
         self._writes.check()
         free = tuple(gathered(tensor) for tensor in free)
         weight = self._from_cache(lambda: self.built(free), free, self.cache)
@@ -353,7 +357,11 @@ class Parametrization(Caching, ABC):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
-        _alive.add(self)  # a deep copy, or a pickled one
+        self._enlist()  # a deep copy, or a pickled one
+
+    def _enlist(self) -> None:
+        self.number = next(_numbers)
+        _alive[self.number] = self
 
     # -- attaching, initial values and assignment
 
@@ -396,6 +404,23 @@ def plainly_laid_out(weight: Tensor) -> Tensor:
     return weight
 
 
+@torch.library.custom_op("trysquare::kept_weight", mutates_args=())
+def kept_weight(free: list[Tensor], number: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+    """Return a copy of the weight that a parametrization keeps, as one call in a compiled graph.
+
+    Without it, compiled evaluations would build each weight in every pass. It is a copy because a compiler may write
+    into what a call has returned.
+    """
+    part = _alive[number]
+    with torch.no_grad():
+        return part(*part.slots.values()).clone()
+
+
+@kept_weight.register_fake
+def _(free: list[Tensor], number: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+    return free[0].new_empty(shape, dtype=dtype)
+
+
 # -- reconditioning: degenerate free tensors are replaced by others that give the same weight
 #
 # Torch calls a hook after every step of every optimizer in the process. That happens at the same time on all ranks of a
@@ -404,7 +429,8 @@ def plainly_laid_out(weight: Tensor) -> Tensor:
 # Steps of an optimizer between two looks at the condition of the free tensors.
 RECONDITION_EVERY = 64
 
-_alive: WeakSet[Parametrization] = WeakSet()
+_alive: WeakValueDictionary[int, Parametrization] = WeakValueDictionary()
+_numbers = count()
 _steps_of: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 # Steps of all optimizers of the process, and the last of them that each tensor was in, by ``id``: some optimizers
 # change parameters without raising their version counters (fused ones, and those that write through ``.data``). An
@@ -422,10 +448,11 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
     steps = _steps_of[optimizer] = _steps_of.get(optimizer, 0) + 1
     if steps % RECONDITION_EVERY == 0:
         # In the optimizer's order, which is that of all ranks: they gather a sharded tensor together.
-        places = [(min(trained.get(id(t), len(tensors)) for t in p.slots.values()), p) for p in _alive if p.slots]
-        for place, parametrization in sorted(places, key=itemgetter(0)):
+        parts = [part for part in list(_alive.values()) if part.slots]
+        places = [(min(trained.get(id(t), len(tensors)) for t in part.slots.values()), part) for part in parts]
+        for place, part in sorted(places, key=itemgetter(0)):
             if place < len(tensors):
-                parametrization.recondition(trained)
+                part.recondition(trained)
 
 
 def state_of(tensor: Tensor) -> tuple[int, int]:
@@ -589,7 +616,7 @@ def copy_weights(plain: nn.Module, weight: Tensor, bias: Tensor | None, training
     return plain.train(training)
 
 
-def check_dtype(dtype: Any) -> None:
+def check_dtype(dtype: object) -> None:
     """Refuse what a weight cannot have.
 
     Raises:
@@ -599,6 +626,17 @@ def check_dtype(dtype: Any) -> None:
         raise ValueError(f"dtype={dtype} must be a real floating point type")
 
 
-def factory_of(weight: Tensor) -> dict[str, Any]:
+Device = torch.device | str | int | None
+"""What torch takes for a device."""
+
+
+class Factory(TypedDict):
+    """Keyword arguments of everything that makes tensors."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def factory_of(weight: Tensor) -> Factory:
     """``device`` and ``dtype`` of a tensor, as keyword arguments."""
     return {"device": weight.device, "dtype": weight.dtype}

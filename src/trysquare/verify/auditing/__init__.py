@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from trysquare.progress import track
+from trysquare.torch_internals import tree_leaves
 from trysquare.verify.auditing.report import AuditReport, LayerAudit
 from trysquare.verify.auditing.rows import layer_row, steps_of
 from trysquare.verify.lipschitz import (

@@ -1,6 +1,6 @@
 """Guesses at the diagonal ``Ψ`` that makes the bound of a sandwich small: no part of any proof.
 
-``theorems.sandwich_bound`` holds for every positive ``Ψ``, so that what is found here can make a
+``lattice.sandwich_bound`` holds for every positive ``Ψ``, so that what is found here can make a
 bound larger or smaller, and never wrong.
 """
 
