@@ -129,12 +129,6 @@ class OrthogonalConvolution(ParametrizedWeight):
         exact = None if matrix is None else as_autocast(matrix).double()
         return made.of_factors(exact, as_autocast(skew).double())
 
-    def _computes_with(self) -> list[Tensor]:
-        """Return the weight, or the trained free tensors where a pass does without it."""
-        if not self._applies_terms():
-            return super()._computes_with()
-        return [tensor for tensor in self._sources() if tensor.requires_grad]
-
     def linear_operator(self, input_shape: Sequence[int], weight: Tensor | None = None) -> LinearOperator:
         """Return the layer without its bias as a linear operator; see ``linalg.operator.LinearLayer``."""
         return self._convolution.linear_operator(self.exact_weight(weight), tuple(input_shape))

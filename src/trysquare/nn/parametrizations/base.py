@@ -534,10 +534,6 @@ class ParametrizedWeight(nn.Module):
         """
         return checked_weight(self.used_weight() if weight is None else weight, type(self).__name__)
 
-    def _computes_with(self) -> list[Tensor]:
-        """Return tensors that a forward pass depends on; within ``parametrize.cached()`` always the same ones."""
-        return [self.weight]
-
     @property
     def parametrization(self) -> Parametrization:
         """The function that makes the weight."""
@@ -558,8 +554,8 @@ class ParametrizedWeight(nn.Module):
         """
         if name.startswith("parametrizations."):
             raise NotImplementedError(
-                f"{self._get_name()} cannot be split by a plan of tensor parallelism: every row of its weight depends on "
-                "all of its free tensors; use fully_shard, or ts.built(model, group), which share its construction"
+                f"{self._get_name()} cannot be split by a plan of tensor parallelism: every row of its weight depends "
+                "on all of its free tensors; use fully_shard, or ts.built(model, group), which share its construction"
             )
         super().register_parameter(name, param)
 
