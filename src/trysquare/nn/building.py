@@ -13,7 +13,6 @@ the others, and takes the mean of their gradients back to the free tensors.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trysquare import torch_internals
 from trysquare.nn.linalg.precision import at_least_float32, protected
 from trysquare.nn.parametrizations.base import Caching, Parametrization, WeightCache, plainly_laid_out, state_of
-from trysquare.nn.sharing import Elsewhere, Ranks
+from trysquare.nn.sharing import Elsewhere, Ranks, managed_by_fsdp
 
 __all__ = ["built"]
 
@@ -118,7 +117,7 @@ class _Block:
         self.weights: dict[tuple[WeightCache, Any], _Weight] = {}
         self.model, self.ranks, self.owner_only = model, ranks, owner_only
         self.shares = torch.is_grad_enabled()
-        managed = _managed_by_fsdp(model)
+        managed = managed_by_fsdp(model)
         if managed and ranks is not None:
             raise ValueError("fully_shard exchanges gradients by itself: use it without ts.built(model, group)")
         if ranks is not None:
@@ -414,13 +413,6 @@ class _Stack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         return grad.contiguous().unbind()
-
-
-def _managed_by_fsdp(model: nn.Module) -> set[nn.Module]:
-    """Return the modules whose parameters ``fully_shard`` gathers for each pass and frees after it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who uses it has imported it, which takes a while
-    roots = [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
-    return {module for root in roots for module in root.modules()}
 
 
 def _wanted(free: Sequence[Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -224,3 +225,27 @@ def _take(optimizer: Optimizer, parameter: Tensor, state: dict[str, tuple[Any, b
         optimizer.state[parameter] = {
             key: value.to(parameter.device) if there else value for key, (value, there) in state.items()
         }
+
+
+# -- models that fully_shard has spread over processes
+
+
+def managed_by_fsdp(model: nn.Module) -> set[nn.Module]:
+    """Return the modules whose parameters ``fully_shard`` gathers for each pass and frees after it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who uses it has imported it, which takes a while
+    roots = [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    return {module for root in roots for module in root.modules()}
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Refuse a model of which this process has a part only.
+
+    Raises:
+        ValueError: if it is one, saying how to come by the whole.
+    """
+    if managed_by_fsdp(model):
+        raise ValueError(
+            "this model's parameters are spread over processes by fully_shard: load them into a plain one, "
+            "plain.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))) with "
+            "both names from torch.distributed.checkpoint.state_dict, called on all ranks, and use that"
+        )

@@ -70,6 +70,8 @@ class WeightCache:
         """Whether there is a weight for ``key``, not written to, and what it was built from is as it was."""
         if self.weight is None or self.weight._version != self._version or key != self._key:
             return False
+        if self._step < _sharded_step:
+            return False
         return all(
             slots[name] is source
             and source._version == version
@@ -138,6 +140,10 @@ class Caching(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self.forget()
         return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.forget()  # sharded tensors are not those that the weight was built from
+        super()._load_from_state_dict(*args)
 
     def forget(self) -> None:
         """Clear the cache."""
@@ -437,14 +443,18 @@ _steps_of: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 # entry of a tensor that is gone does no harm to the next one of that ``id``, whose weight is built later.
 _step = 0
 _stepped: dict[int, int] = {}
+# The last step that changed sharded tensors: a pass is given whole ones in their place, of which nothing is known.
+_sharded_step = 0
 
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
-    global _step
+    global _step, _sharded_step
     _step += 1
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     trained = {id(tensor): place for place, tensor in enumerate(tensors)}
     _stepped.update(dict.fromkeys(trained, _step))
+    if any(hasattr(tensor, "full_tensor") for tensor in tensors):
+        _sharded_step = _step
     steps = _steps_of[optimizer] = _steps_of.get(optimizer, 0) + 1
     if steps % RECONDITION_EVERY == 0:
         # In the optimizer's order, which is that of all ranks: they gather a sharded tensor together.

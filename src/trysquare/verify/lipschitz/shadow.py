@@ -41,6 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trysquare.nn.layers.centering import BatchCentering
 from trysquare.nn.linalg.precision import at_least_float32, autocast_dtype
 from trysquare.nn.parametrizations.base import ParametrizedWeight
+from trysquare.nn.sharing import refuse_sharded
 from trysquare.verify.operators import misfit
 
 Shape = tuple[int, ...]
@@ -947,7 +948,9 @@ def refuse_unreadable(model: nn.Module) -> None:
 
     Raises:
         NoRuleError: naming the module, and what to do.
+        ValueError: if the model is spread over processes.
     """
+    refuse_sharded(model)
     for name, module in model.named_modules():
         where = f"{class_name(module)} at {name or 'model'!r}"
         if isinstance(module, torch.jit.ScriptModule):
