@@ -118,7 +118,7 @@ def check_bfloat16(rank, folder):
     assert distance(model, single) < 0.1 * moved
     assert model[0].weight.dtype == torch.float32
     seen = []
-    hook = model[0].register_forward_hook(lambda layer, given, output: seen.append((layer.weight.dtype, output.dtype)))
+    hook = model[0].register_forward_pre_hook(lambda layer, given: seen.append((layer.weight.dtype, given[0].dtype)))
     model(images())
     hook.remove()
     assert seen == [(torch.bfloat16, torch.bfloat16)]

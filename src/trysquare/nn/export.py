@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from trysquare.files import write_whole
+from trysquare.nn.sharing import refuse_sharded
 
 
 @runtime_checkable
