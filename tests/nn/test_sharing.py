@@ -244,6 +244,30 @@ def check_work(rank, size):
     assert most <= 1.05 * max(whole / size, counter.get_total_flops())
 
 
+def check_bytes(rank, size):
+    """Weights travel to all ranks and their gradients to the owners, once; free tensors' gradients if all want them."""
+    model = nn.Sequential(*(ts.OrthoLinear(8, 8, bias=False) for _ in range(5)), ts.OrthoConv2d(4, 4, 3, bias=False))
+    kernels = 4 * (5 * 64 + 4 * 4 * 9)
+    free = 4 * sum(p.numel() for p in model.parameters())
+    with ts.built(model, dist.group.WORLD):  # the first block agrees on the start
+        pass
+    for owner_only in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            sent = {}
+            for name in ("broadcast", "reduce", "all_reduce"):
+
+                def counted(tensor, *rest, name=name, move=getattr(dist, name), **options):
+                    sent[name] = sent.get(name, 0) + tensor.nbytes
+                    return move(tensor, *rest, **options)
+
+                patch.setattr(dist, name, counted)
+            with ts.built(model, dist.group.WORLD, owner_only=owner_only):
+                for layer in model:
+                    layer.weight.sum().backward()
+        ts.synchronize(model)
+        assert sent == {"broadcast": kernels + (0 if owner_only else free), "reduce": kernels, "all_reduce": 4 * 6}
+
+
 def check_refusals(rank, size):
     model = nn.Sequential(ts.OrthoLinear(4, 4 + rank))
     with pytest.raises(ValueError, match=r"same model: rank 1 has .*rank 0"), ts.built(model, dist.group.WORLD):
@@ -274,7 +298,7 @@ def check_refusals(rank, size):
         torch.testing.assert_close(model[0].bias.grad, torch.ones(4))
 
 
-CHECKS = [check_gradients, check_training, check_owner_only, check_ddp, check_work, check_refusals]
+CHECKS = [check_gradients, check_training, check_owner_only, check_ddp, check_work, check_bytes, check_refusals]
 
 
 def _rank(rank, size, folder, checks):

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trysquare import torch_internals
 from trysquare.nn.linalg.precision import at_least_float32, protected
 from trysquare.nn.parametrizations.base import Caching, Parametrization, WeightCache, plainly_laid_out, state_of
-from trysquare.nn.sharing import Elsewhere, Ranks, managed_by_fsdp
+from trysquare.nn.sharing import Elsewhere, Ranks, managed_by_fsdp, shares
 
 __all__ = ["built"]
 
@@ -116,7 +116,7 @@ class _Block:
         self.anchor = torch.zeros((), requires_grad=True)  # makes autograd record what reaches no free tensor
         self.weights: dict[tuple[WeightCache, Any], _Weight] = {}
         self.model, self.ranks, self.owner_only = model, ranks, owner_only
-        self.shares = torch.is_grad_enabled()
+        self.differentiable = torch.is_grad_enabled()
         managed = managed_by_fsdp(model)
         if managed and ranks is not None:
             raise ValueError("fully_shard exchanges gradients by itself: use it without ts.built(model, group)")
@@ -127,14 +127,14 @@ class _Block:
             for part in model.modules()
             if isinstance(part, Caching) and part not in managed and isinstance(part.block, Elsewhere | None)
         ]
-        groups = _alike([part for part in self.parts if isinstance(part, Parametrization)])
+        groups = batches([part for part in self.parts if isinstance(part, Parametrization)])
         self.owners: dict[Parametrization, int] = {}
         if ranks is not None:
-            kinds = [(part, number) for number, alike in enumerate(groups) for part in alike]
-            self.owners = ranks.shares((p, number) for p, number in kinds if _wanted(list(p.slots.values())))
+            kinds = [(part, number) for number, group in enumerate(groups) for part in group]
+            self.owners = shares([pair for pair in kinds if _wanted(list(pair[0].slots.values()))], ranks.size)
         self._take_over()
-        for alike in groups:
-            if own := [part for part in alike if ranks is None or self.owners.get(part, ranks.rank) == ranks.rank]:
+        for group in groups:
+            if own := [part for part in group if ranks is None or self.owners.get(part, ranks.rank) == ranks.rank]:
                 self._build(own)
         if self.owners:
             self._exchange()
@@ -222,7 +222,7 @@ class _Block:
         for weight in self.weights.values():
             weight.check()
         met = [weight for weight in self.weights.values() if weight.gathered is not None and weight not in shared]
-        if met and self.ranks is not None and not self.shares:
+        if met and self.ranks is not None and not self.differentiable:
             raise RuntimeError(
                 "ts.built(model, group) was entered without gradients, so that nothing was shared, but backward passes "
                 "ran in it: enter it with gradients enabled"
@@ -232,7 +232,7 @@ class _Block:
             # Only to the free tensors of these: of a batch, others would get zeros where they have None.
             grads = [weight.total().to(weight.exact.dtype) for weight in met]
             torch.autograd.backward([weight.exact for weight in met], grads, inputs=list(inputs.values()))
-        if self.ranks is not None and self.shares:
+        if self.ranks is not None and self.differentiable:
             self._average(self.ranks, shared)
 
     def _average(self, ranks: Ranks, shared: dict[_Weight, int]) -> None:
@@ -377,7 +377,7 @@ class _HandOut(torch.autograd.Function):
         return None, None, *ctx.weight.gradients(grad, [node for node, _ in ctx.next_functions[1:]])
 
 
-def _alike(parts: Sequence[Parametrization]) -> list[list[Parametrization]]:
+def batches(parts: Sequence[Parametrization]) -> list[list[Parametrization]]:
     """Return those parametrizations that are built at once, with those of one batch side by side."""
     groups: defaultdict[Any, list[Parametrization]] = defaultdict(list)
     for part in parts:

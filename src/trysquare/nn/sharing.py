@@ -67,23 +67,6 @@ class Ranks:
                 value.copy_(first)
         met.add(self.group)
 
-    def shares(self, parts: Iterable[tuple[Parametrization, Hashable]]) -> dict[Parametrization, int]:
-        """Return the rank that builds each parametrization: the dearest first, to the one that is done first with it.
-
-        So no rank has more to do than the mean and one layer.
-
-        Args:
-            parts: with what those have in common that one rank builds in one batch, which is one set of calls.
-        """
-        loads, begun = [0] * self.size, [set[Hashable]() for _ in range(self.size)]
-        owners: dict[Parametrization, int] = {}
-        for part, kind in sorted(parts, key=lambda pair: -_products(pair[0])):
-            done = [loads[rank] + _products(part) + _FIXED * (kind not in begun[rank]) for rank in range(self.size)]
-            owner = done.index(min(done))
-            owners[part], loads[owner] = owner, done[owner]
-            begun[owner].add(kind)
-        return owners
-
     def broadcast(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> list[Tensor]:
         """Return each tensor as its owner has it; those of other ranks only say shape and dtype."""
         return self._moved(tensors, owners, dist.broadcast)
@@ -131,6 +114,25 @@ class Ranks:
 
 # Groups that have met a model, so that all ranks have started from the same parameters.
 _met: WeakKeyDictionary[nn.Module, WeakSet[Any]] = WeakKeyDictionary()
+
+
+def shares(parts: Iterable[tuple[Parametrization, Hashable]], size: int) -> dict[Parametrization, int]:
+    """Return the rank that builds each parametrization: the dearest first, to the one that is done first with it.
+
+    So no rank has more to do than the mean and one layer.
+
+    Args:
+        parts: with what those have in common that one rank builds in one batch, which is one set of calls.
+        size: number of ranks.
+    """
+    loads, begun = [0] * size, [set[Hashable]() for _ in range(size)]
+    owners: dict[Parametrization, int] = {}
+    for part, kind in sorted(parts, key=lambda pair: -_products(pair[0])):
+        done = [loads[rank] + _products(part) + _FIXED * (kind not in begun[rank]) for rank in range(size)]
+        owner = done.index(min(done))
+        owners[part], loads[owner] = owner, done[owner]
+        begun[owner].add(kind)
+    return owners
 
 
 def _products(part: Parametrization) -> int:
