@@ -9,6 +9,7 @@ import io
 import os
 import signal
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -244,6 +245,11 @@ def check_work(rank, size):
     assert most <= 1.05 * max(whole / size, counter.get_total_flops())
 
 
+def _counted(sent, name, move, tensor, *rest, **options):
+    sent[name] += tensor.nbytes
+    return move(tensor, *rest, **options)
+
+
 def check_bytes(rank, size):
     """Weights travel to all ranks and their gradients to the owners, once; free tensors' gradients if all want them."""
     model = nn.Sequential(*(ts.OrthoLinear(8, 8, bias=False) for _ in range(5)), ts.OrthoConv2d(4, 4, 3, bias=False))
@@ -252,15 +258,10 @@ def check_bytes(rank, size):
     with ts.built(model, dist.group.WORLD):  # the first block agrees on the start
         pass
     for owner_only in (True, False):
+        sent = {"broadcast": 0, "reduce": 0, "all_reduce": 0}
         with pytest.MonkeyPatch.context() as patch:
-            sent = {}
-            for name in ("broadcast", "reduce", "all_reduce"):
-
-                def counted(tensor, *rest, name=name, move=getattr(dist, name), **options):
-                    sent[name] = sent.get(name, 0) + tensor.nbytes
-                    return move(tensor, *rest, **options)
-
-                patch.setattr(dist, name, counted)
+            for name in sent:
+                patch.setattr(dist, name, partial(_counted, sent, name, getattr(dist, name)))
             with ts.built(model, dist.group.WORLD, owner_only=owner_only):
                 for layer in model:
                     layer.weight.sum().backward()
