@@ -86,11 +86,11 @@ def trained(model, steps, context, parts, optimizer, clip=None):
             for part in parts(batch(step)):
                 (loss(model, part) / len(parts(batch(step)))).backward()
         if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            clip(model)
         optimizer.step()
 
 
-def adam(model):
+def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
 
 
@@ -131,23 +131,36 @@ def check_gradients(rank, size):
 
 
 def check_training(rank, size):
-    """With clipping: as one process; and with gradients at the owners, saved half way and continued."""
+    """With clipping: as one process, with gradients everywhere and at their owners."""
+
+    def clip(model):
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        assert norm > 0.1
+
+    def clip_together(model):
+        norm = ts.gradient_norm(model, dist.group.WORLD)
+        nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
+
     single = made()
-    trained(single, range(6), ts.built, lambda x: [x], adam(single), clip=0.1)
+    trained(single, range(6), ts.built, lambda x: [x], sgd(single), clip)
 
     def share(x):
         return x.chunk(size)[rank].chunk(2)
 
     everywhere = made()
-    trained(everywhere, range(6), lambda m: ts.built(m, dist.group.WORLD), share, adam(everywhere), clip=0.1)
+    trained(everywhere, range(6), lambda m: ts.built(m, dist.group.WORLD), share, sgd(everywhere), clip)
     close(weights(everywhere), weights(single))
     same_bits(everywhere.parameters())
+    apart = made()
+    trained(apart, range(6), lambda m: ts.built(m, dist.group.WORLD, owner_only=True), share, sgd(apart), clip_together)
+    ts.synchronize(apart)
+    close(weights(apart), weights(single))
 
 
 def check_owner_only(rank, size):
     """The same training, saved half way and continued by all processes and by one."""
     single = made()
-    trained(single, range(6), ts.built, lambda x: [x], adam(single))
+    trained(single, range(6), ts.built, lambda x: [x], sgd(single))
 
     def share(x):
         return x.chunk(size)[rank].chunk(2)
@@ -156,7 +169,7 @@ def check_owner_only(rank, size):
         return ts.built(model, dist.group.WORLD, owner_only=True)
 
     model = made()
-    optimizer = adam(model)
+    optimizer = sgd(model)
     trained(model, range(3), context, share, optimizer)
     with pytest.raises(RuntimeError, match=r"call ts.synchronize\(model\) on all ranks"):
         model(batch())
@@ -178,7 +191,7 @@ def check_owner_only(rank, size):
     ts.synchronize(model, optimizer)
     close(weights(model), weights(single))
     alone = made(seed=5)
-    again = adam(alone)
+    again = sgd(alone)
     alone.load_state_dict(saved[0])
     again.load_state_dict(saved[1])
     trained(alone, range(3, 6), ts.built, lambda x: [x], again)
@@ -200,14 +213,14 @@ def check_ddp(rank, size):
     expected = made()
     expected.unused.requires_grad_(False)
     loss(expected, batch()).backward()
-    for inner in (False, True):
+    for inner, group in ((False, dist.group.WORLD), (True, dist.group.WORLD), (False, None)):
         model = made()
         model.unused.requires_grad_(False)
         wrapped = DistributedDataParallel(model)
         for _ in range(2):
             model.zero_grad()
             first, second = batch().chunk(size)[rank].chunk(2)
-            with ts.built(model if inner else wrapped, dist.group.WORLD):
+            with ts.built(model if inner else wrapped, group):
                 with wrapped.no_sync():
                     (loss(wrapped, first) / 2).backward()
                 (loss(wrapped, second) / 2).backward()

@@ -64,8 +64,8 @@ def built(model: nn.Module, group: Any = None, *, owner_only: bool = False) -> I
         group: processes that share the construction, such as ``torch.distributed.group.WORLD``, which is ``None`` where
             ``torch.distributed`` is not initialised; ``None`` is this process alone.
         owner_only: leave gradients of free tensors at the rank that built their weight, so that there is no optimizer
-            state for them elsewhere, and as many bytes are sent as by ``DistributedDataParallel``. Call
-            ``ts.synchronize`` before the model is evaluated or saved.
+            state for them elsewhere. Call ``ts.synchronize`` before the model is evaluated or saved, and clip by
+            ``ts.gradient_norm``.
 
     Raises:
         TypeError: if ``model`` is no module, or ``group`` no process group.

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from trysquare.nn.parametrizations.base import Caching, Parametrization
 
-__all__ = ["synchronize"]
+__all__ = ["gradient_norm", "synchronize"]
 
 # What a layer costs besides its products, in the units of these: on one core of a processor a 3x3 layer of 64 channels
 # takes twice as long to build as one of 4.
@@ -219,6 +219,27 @@ def synchronize(model: nn.Module, *optimizers: Optimizer) -> None:
                     for optimizer, state in zip(optimizers, states, strict=True):
                         _take(optimizer, tensor, state[number])
             place.end(part)
+
+
+@torch.no_grad()
+def gradient_norm(model: nn.Module, group: Any = None) -> Tensor:
+    """Return the norm of a model's gradient, where ranks hold different parts of it; all ranks must call it.
+
+    After ``ts.built(model, group, owner_only=True)`` torch's ``clip_grad_norm_`` would see a part only:
+    ``torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, ts.gradient_norm(model, group))``.
+
+    Args:
+        model: the model of the block.
+        group: that of the block; ``None`` for this process alone.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    squares = torch.zeros(2, len(parameters), device=parameters[0].device if parameters else None)
+    for number, parameter in enumerate(parameters):
+        if parameter.grad is not None:
+            squares[0, number], squares[1, number] = parameter.grad.float().square().sum(), 1
+    if group is not None:
+        dist.all_reduce(squares, group=group)
+    return (squares[0] / squares[1].clamp_min(1)).sum().sqrt()
 
 
 def _portable(state: dict[str, Any], parameter: Tensor) -> dict[str, tuple[Any, bool]]:
