@@ -98,7 +98,13 @@ def check_float32(rank, folder):
         plain.load_state_dict(whole_state(model))
         torch.testing.assert_close(model(images()), plain(images()), rtol=1e-4, atol=1e-4)
 
-    for call in (ts.to_torch, lambda m: ts.lipschitz_bound(m, (3, 6, 6)), lambda m: ts.audit(m, (3, 6, 6))):
+    calls = [
+        ts.to_torch,
+        lambda m: ts.lipschitz_bound(m, (3, 6, 6)),
+        lambda m: ts.audit(m, (3, 6, 6)),
+        lambda m: ts.certify(m, [(images(), torch.zeros(8, dtype=torch.long))]),
+    ]
+    for call in calls:
         with pytest.raises(ValueError, match=r"spread over processes by fully_shard: load them into a plain one"):
             call(model)
     with pytest.raises(ValueError, match="use it without"), ts.built(model, dist.group.WORLD):

@@ -202,8 +202,15 @@ def synchronize(model: nn.Module, *optimizers: Optimizer) -> None:
         *optimizers: whose state for these tensors all ranks get too, so that the ``state_dict`` of each is complete and
             can be loaded by any number of processes.
 
+    Raises:
+        TypeError: if the arguments are something else.
+
     >>> ts.synchronize(nn.Sequential(OrthoLinear(4, 4)))
     """
+    _check_module(model)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizers must be of torch.optim, not {type(optimizer).__name__}")
     away = [(part, part.block) for part in model.modules() if isinstance(part, Caching)]
     for part, place in away:
         if isinstance(part, Parametrization) and isinstance(place, Elsewhere):
@@ -231,15 +238,29 @@ def gradient_norm(model: nn.Module, group: Any = None) -> Tensor:
     Args:
         model: the model of the block.
         group: that of the block; ``None`` for this process alone.
+
+    Raises:
+        TypeError: if ``model`` is no module, or ``group`` no process group.
+        ValueError: if this process is not in the group.
+
+    >>> ts.gradient_norm(OrthoLinear(4, 4))
+    tensor(0.)
     """
+    _check_module(model)
+    ranks = None if group is None else Ranks(group)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     squares = torch.zeros(2, len(parameters), device=parameters[0].device if parameters else None)
     for number, parameter in enumerate(parameters):
         if parameter.grad is not None:
             squares[0, number], squares[1, number] = parameter.grad.float().square().sum(), 1
-    if group is not None:
-        dist.all_reduce(squares, group=group)
+    if ranks is not None:
+        dist.all_reduce(squares, group=ranks.group)
     return (squares[0] / squares[1].clamp_min(1)).sum().sqrt()
+
+
+def _check_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
 
 
 def _portable(state: dict[str, Any], parameter: Tensor) -> dict[str, tuple[Any, bool]]:
