@@ -44,6 +44,13 @@ def test_the_error_in_the_readme_is_the_one_that_is_raised():
     assert str(raised.value).split() == quoted.split()
 
 
+def test_the_table_in_the_page_about_conversion_is_the_one_that_is_printed(capsys):
+    text = (DOCS / "conversion.md").read_text()
+    code, table = re.search(r"```python\n(.*?)```.*?```text\n(.*?)```", text, re.DOTALL).groups()
+    exec(code, {"__name__": "document"})
+    assert capsys.readouterr().out == table
+
+
 def test_the_files_in_the_readme_are_those_of_the_package():
     package, door, listed = ROOT / "src" / "trysquare", "", set()
     for line in README.split("## Where things are")[1].split("```text\n")[1].split("```")[0].splitlines():

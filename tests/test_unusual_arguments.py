@@ -1,6 +1,7 @@
 """Arguments of the right type that cannot be worked with: answered by ``ValueError`` or ``TypeError``, at once."""
 
 import itertools
+import json
 
 import pytest
 import torch
@@ -135,3 +136,17 @@ def test_repetitions_of_a_long_axis_are_those_at_its_ends(mode):
         read = (windows - 1) * stride + extent
         plain = 1 if axis.on_circle else int(torch.bincount(axis.sources[:read]).max())
         assert axis.repeats == plain, axis
+
+
+@pytest.mark.parametrize("wild", ["1e400", "9" * 400, "9" * 5000, "[" * 100_000 + "]" * 100_000, "NaN", "[[1]]", '"x"'])
+def test_wild_numbers_in_what_comes_back_from_json(wild):
+    certificate = ts.certify(network(), (X, Y))
+    for result in (certificate, attack_report(network(), (X, Y), certificate), ts.audit(network(), (1, 4, 4))):
+        text = result.to_json()
+        for value in json.loads(text):
+            start = text.index(f'"{value}":') + len(value) + 3
+            end = json.JSONDecoder().raw_decode(text, start + 1)[1]
+            try:
+                type(result).from_json(text[:start] + wild + text[end:])
+            except ValueError as error:
+                assert "JSON" in str(error)  # noqa: PT017

@@ -5,11 +5,14 @@ from typing import Any
 from trysquare.lab import checkpoint as checkpoint
 from trysquare.lab import data, models, training
 from trysquare.lab.checkpoint import load_model, save_checkpoint
+from trysquare.nn import conversion as conversion
 from trysquare.nn import export as export
+from trysquare.nn import init as init
 from trysquare.nn import layers, linalg, losses
 from trysquare.nn import optim as optim
 from trysquare.nn import parametrizations as parametrizations
 from trysquare.nn.building import built
+from trysquare.nn.conversion import from_torch
 from trysquare.nn.export import to_torch
 from trysquare.nn.layers import *
 from trysquare.nn.losses import margin_for_radius
@@ -29,7 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "METHODS", "AuditReport", "Certificate", "ProjUNN", "attacks", "audit", "built", "certified_radius", "certify",
-    "data", "extreme_singular_values", "gradient_norm", "linalg", "lipschitz", "lipschitz_bound",
+    "data", "extreme_singular_values", "from_torch", "gradient_norm", "init", "linalg", "lipschitz", "lipschitz_bound",
     "lipschitz_lower_bound", "load_model", "losses", "margin_for_radius", "models", "save_checkpoint",
     "singular_values", "spectral_norm_bound", "synchronize", "to_torch", "training",
 ]  # fmt: skip

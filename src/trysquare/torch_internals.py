@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch._subclasses.fake_tensor
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _module
@@ -34,6 +35,9 @@ unwrap = torch._C._functorch.get_unwrapped
 # The level of ``torch.autograd.forward_ad.dual_level``, -1 outside of all: there is a public way to enter, none to ask.
 forward_mode_level: partial[int] = partial(attrgetter("_current_level"), forward_ad)
 
+# What ``make_fx`` records with, or ``None``: a graph of it is run for other values than those seen.
+graph_recorder: partial[object] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
+
 # Whether backward will compute the gradient of a node: ``needs_input_grad`` is about the graph, not about this pass.
 will_run = torch._C._will_engine_execute_node
 
@@ -44,6 +48,10 @@ jit_trace = torch._C._get_tracing_state
 # (``torch.backends.cuda.matmul.fp32_precision``) cover only some of the backends and operations.
 precision_of = torch._C._get_fp32_precision_getter  # type: ignore[attr-defined]
 set_precision_of = torch._C._set_fp32_precision_setter  # type: ignore[attr-defined]
+
+# Tensors without numbers that modules with real parameters take, so that a model can be traced with its sizes. The
+# public way to them (``torch.export``) loses the modules.
+FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 
 # A tensor that shares the version counter of another one, so that writes to it are noticed without keeping it alive.
 make_subclass = torch.Tensor._make_subclass
@@ -78,3 +86,63 @@ def hooks_of(module: nn.Module) -> tuple[Hooks, Hooks]:
     before = (*_module._global_forward_pre_hooks.values(), *module._forward_pre_hooks.values())
     after = (*module._forward_hooks.values(), *_module._global_forward_hooks.values())
     return list(before), list(after)
+
+
+def goes_to_aot_autograd() -> bool:
+    """Whether the graph that ``torch.compile`` traces now goes to AOTAutograd, by the name or kind of its backend."""
+    from torch._dynamo.backends.common import AotAutograd
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        backend: object = InstructionTranslator.current_tx().output.compiler_fn
+    except (AttributeError, LookupError):  # torch.export, whose graphs have no gradients
+        return True
+    given = getattr(getattr(backend, "_torchdynamo_orig_backend", backend), "compiler_fn", backend)
+    name = getattr(backend, "__name__", "")
+    return isinstance(given, AotAutograd) or name.startswith("aot") or name in ("inductor", "cudagraphs", "openxla")
+
+
+# Functionalization, which turns views and writes in place into calls without side effects: to trace models. The public
+# ways in are ``torch.func.functionalize``, which refuses autograd functions, and ``torch.export``, whose import takes
+# seconds. What follows is what ``torch._subclasses.functional_tensor`` does.
+to_functional = torch._to_functional_tensor
+from_functional = torch._from_functional_tensor
+is_functional = torch._is_functional_tensor
+synchronize = torch._sync  # type: ignore[attr-defined]
+_FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
+# Whether a tensor is conjugated or negated only by name, which all tensors around it must know too.
+_BITS = torch._C._additional_keys_to_prop_for_wrapper_tensors.add(torch._C.DispatchKey.ZeroTensor)
+
+
+def functionalized(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function of ATen on functional tensors; views stay views."""
+    include = torch._C._dispatch_tls_local_include_set() | torch._C.DispatchKeySet(_FUNCTIONALIZE)
+    exclude = torch._C._dispatch_tls_local_exclude_set().remove(_FUNCTIONALIZE) - _BITS
+    with torch._C._ForceDispatchKeyGuard(include, exclude):
+        views = torch._functionalize_enable_reapply_views(True)  # type: ignore[attr-defined]
+        try:
+            return func._op_dk(_FUNCTIONALIZE, *args, **kwargs)
+        finally:
+            torch._functionalize_enable_reapply_views(views)  # type: ignore[attr-defined]
+
+
+def without_memory(cls: type, like: torch.Tensor) -> Any:
+    """Make a tensor of a subclass that has shape, strides and dtype of another, and nothing to read."""
+    made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls, like.shape, like.stride(), like.storage_offset(), None, like.dtype, like.layout, like.device, False, False,
+        None, False, False, _BITS & torch._C._dispatch_keys(like),
+    )  # fmt: skip
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    return made
+
+
+# Of a subclass whose calls a dispatch mode sees: torch must not wrap their results in it.
+no_torch_function = torch._C._disabled_torch_function_impl
+
+# How many modes see calls of torch's Python functions: others than ours may change what these compute.
+function_modes = torch._C._len_torch_function_stack
+
+
+def is_composite(func: Any) -> bool:
+    """Whether a function of ATen is made of others, which a dispatch mode sees instead of it."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")

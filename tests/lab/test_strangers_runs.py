@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -374,3 +375,31 @@ def test_torch_and_safetensors_read_files_of_a_run_as_the_page_says(run):
         file.readline()
         state = torch.load(io.BytesIO(file.read()), weights_only=True)
     assert state["model"].keys() == safetensors.torch.load_file(run / "model.safetensors").keys()
+
+
+WILD = {
+    "1e400": "1e400", "-1e400": "-1e400", "5000 digits": "9" * 5000, "400 digits": "9" * 400, "1e308": "1e308",
+    "NaN": "NaN", "deep": "[" * 100_000 + "]" * 100_000, "a list": "[1, [2]]", "a text": '"x"', "nothing": "null",
+    "true": "true", "an object": '{"a": 1}', "below 0": "-1", "a fraction": "0.5",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wild", WILD)
+def test_wild_numbers_in_the_files_of_a_run_are_answered_or_drawn(wild, run, capsys):
+    """In each file, each value that a name stands before is replaced in turn."""
+    for name in ("certificate.json", "metrics.jsonl"):
+        text = (run / name).read_text()
+        places = re.finditer(r'"\w+": (-?[\d.e+-]+|null|\[)', text)
+        for found in {match[0].split(":")[0]: match for match in places}.values():
+            end = found.end(1) if found[1] != "[" else text.index("]", found.end()) + 1
+            (run / name).write_text(text[: found.start(1)] + WILD[wild] + text[end:])
+            try:
+                code: object = main(["report", str(run)])
+            except SystemExit as exit_:
+                code = exit_.code
+            said = capsys.readouterr()
+            assert code in (0, 1, 2), found[0]
+            assert "Traceback" not in said.err, found[0]
+            assert len(said.err) < 2000, found[0]
+            assert code == 0 or name in said.err, (found[0], said.err)
+        (run / name).write_text(text)

@@ -106,15 +106,22 @@ SECOND = {
     "grad of grad": twice,
     "functional.hvp": lambda f, p, d: torch.autograd.functional.hvp(f, p, d)[1],
     "functional.hessian": lambda f, p, d: torch.autograd.functional.hessian(f, p) @ d,
+    "functional.hessian, vectorized": lambda f, p, d: torch.autograd.functional.hessian(f, p, vectorize=True) @ d,
     "func.hessian": lambda f, p, d: torch.func.hessian(f)(p) @ d,
     "func.jvp of grad": lambda f, p, d: torch.func.jvp(torch.func.grad(f), (p,), (d,))[1],
     "func.grad of grad": lambda f, p, d: torch.func.grad(lambda q: torch.func.grad(f)(q) @ d)(p),
     "forward over reverse": forward_over_reverse,
     "reverse over forward": reverse_over_forward,
+    "func.linearize": lambda f, p, d: torch.func.linearize(torch.func.grad(f), p)[1](d),
     "func.grad of jvp": lambda f, p, d: torch.func.grad(lambda q: torch.func.jvp(f, (q,), (d,))[1])(p),
 }
 
 
+# Torch's gradients of real Fourier transforms write into views, which `torch.func.linearize` loses.
+REAL_FOURIER = ("Fourier", "SandwichConv")
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # by torch.func.linearize
 @pytest.mark.parametrize("name", CASES)
 def test_second_derivatives(name):
     function, point, direction = problem(name)
@@ -123,6 +130,10 @@ def test_second_derivatives(name):
     expected = (slopes[0] - slopes[1]) / (2 * step)
     size = float(expected.abs().max())
     for way, compute in SECOND.items():
+        if way == "func.linearize" and name.startswith(REAL_FOURIER):
+            with pytest.raises(NotImplementedError, match=r"torch\.func\.jvp"):
+                compute(function, point, direction)
+            continue
         found = compute(function, point, direction)
         assert torch.allclose(found, expected, rtol=0, atol=1e-6 * max(size, 1e-2)), way
 
@@ -152,13 +163,26 @@ def test_forward_mode_within_forward_mode_is_right_or_refused(name):
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-def test_a_third_derivative():
-    for name in ("orthogonalizer newton_schulz", "linear cholesky", "method aoc"):
-        function, point, direction = problem(name)
-        second = lambda q: torch.func.grad(function)(q) @ direction  # noqa: B023, E731
-        by_reverse = torch.func.grad(lambda q: torch.func.grad(second)(q) @ direction)(point)  # noqa: B023
-        mixed = torch.func.grad(lambda q: torch.func.jvp(torch.func.grad(function), (q,), (direction,))[1] @ direction)  # noqa: B023
-        torch.testing.assert_close(mixed(point), by_reverse, rtol=1e-7, atol=1e-8)
+@pytest.mark.parametrize("name", CASES)
+def test_third_derivatives_are_right_or_refused(name):
+    function, point, direction = problem(name)
+    second = lambda q: torch.autograd.functional.hvp(function, q, direction)[1] @ direction  # noqa: E731
+    step = 1e-5
+    expected = float(second(point + step * direction) - second(point - step * direction)) / (2 * step)
+    slope = lambda q: torch.func.grad(function)(q) @ direction  # noqa: E731
+    twice_back = lambda q: torch.func.grad(slope)(q) @ direction  # noqa: E731
+    mixed = lambda q: torch.func.jvp(slope, (q,), (direction,))[1]  # noqa: E731
+    for way, compute in {
+        "reverse thrice": lambda: torch.func.grad(twice_back)(point) @ direction,
+        "reverse over forward over reverse": lambda: torch.func.grad(mixed)(point) @ direction,
+        "forward over reverse over reverse": lambda: torch.func.jvp(twice_back, (point,), (direction,))[1],
+    }.items():
+        try:
+            found = float(compute())
+        except RuntimeError as error:  # torch writes into what its third derivative of a norm needs (torch 2.13)
+            assert "MaskedFill" in str(error)  # noqa: PT017
+            continue
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5 * max(abs(expected), 1)), way
 
 
 ZEROS = {

@@ -279,7 +279,9 @@ def check_bytes(rank, size):
                 for layer in model:
                     layer.weight.sum().backward()
         ts.synchronize(model)
-        assert sent == {"broadcast": kernels + (0 if owner_only else free), "reduce": kernels, "all_reduce": 4 * 6}
+        flags = 4 * (1 + 6 + (0 if owner_only else 7))  # weights and parameters that have a gradient on some rank
+        assert sent == {"broadcast": kernels + (0 if owner_only else free), "reduce": kernels, "all_reduce": flags}
+        model.zero_grad()
 
 
 def check_refusals(rank, size):
@@ -312,7 +314,34 @@ def check_refusals(rank, size):
         torch.testing.assert_close(model[0].bias.grad, torch.ones(4))
 
 
-CHECKS = [check_gradients, check_training, check_owner_only, check_ddp, check_work, check_bytes, check_refusals]
+def check_compiled(rank, size):
+    """Compiled parts build their weights by themselves; their gradients are averaged all the same."""
+    expected = made()
+    loss(expected, batch()).backward()
+    model = made()
+    model.convs[1].compile(backend="eager")
+    with ts.built(model, dist.group.WORLD):
+        loss(model, batch().chunk(size)[rank]).backward()
+    close(gradients(model), gradients(expected), 1e-5)
+    same_bits(p.grad for p in model.parameters() if p.grad is not None)
+    model.zero_grad()
+    with (
+        pytest.raises(RuntimeError, match="compiled parts of the model"),
+        ts.built(model, dist.group.WORLD, owner_only=True),
+    ):
+        loss(model, batch().chunk(size)[rank]).backward()
+
+
+CHECKS = [
+    check_gradients,
+    check_training,
+    check_owner_only,
+    check_ddp,
+    check_work,
+    check_bytes,
+    check_compiled,
+    check_refusals,
+]
 
 
 def _rank(rank, size, folder, checks):

@@ -237,14 +237,32 @@ class _Block:
 
     def _average(self, ranks: Ranks, shared: dict[_Weight, int]) -> None:
         """Take the means of the gradients over all ranks to the free tensors, and to all other parameters."""
-        free = {tensor for weight in shared for tensor in weight.free}
+        owners = {tensor: owner for weight, owner in shared.items() for tensor in weight.free}
         wrapped = isinstance(self.model, DistributedDataParallel)
-        others = [p for p in self.model.parameters() if p.requires_grad and p not in free and not wrapped]
-        flags = [w.gathered is not None for w in shared] + [p.grad is not None for p in others]
-        if not flags:
-            return
-        used = iter(ranks.any(flags, next(iter(self.model.parameters())).device))
+        # Of free tensors, what compiled parts have found, and what was there before, which is equal on all ranks.
+        others = [
+            p
+            for p in self.model.parameters()
+            if p.requires_grad and not wrapped and not (self.owner_only and p in owners)
+        ]
+        astray = self.owner_only and any(
+            tensor.grad is not None and owner != ranks.rank for tensor, owner in owners.items()
+        )
+        flags = [astray, *(w.gathered is not None for w in shared), *(p.grad is not None for p in others)]
+        astray, *flags = ranks.any(flags, next(self.model.parameters()).device)
+        if astray:
+            raise RuntimeError(
+                "with owner_only=True free tensors have gradients on ranks that do not own them: from an earlier step "
+                "(call optimizer.zero_grad() before the block), or from compiled parts of the model, which build their "
+                "weights by themselves"
+            )
+        used = iter(flags)
         pairs = [(weight, owner) for weight, owner in shared.items() if next(used)]
+        means = [parameter for parameter in others if next(used)]
+        for parameter in means:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        ranks.average([parameter.grad for parameter in means if parameter.grad is not None])
 
         sums = ranks.reduce([weight.total() for weight, _ in pairs], [owner for _, owner in pairs])
         own = [(w, total) for (w, owner), total in zip(pairs, sums, strict=True) if owner == ranks.rank]
@@ -263,12 +281,6 @@ class _Block:
                 found[tensor] = found[tensor] + grad if tensor in found else grad
         if found:
             torch.autograd.backward(list(found), list(found.values()))  # calls the hooks of the free tensors
-
-        means = [parameter for parameter in others if next(used)]
-        for parameter in means:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        ranks.average([parameter.grad for parameter in means if parameter.grad is not None])
 
     def forget(self) -> None:
         """Let go of the weights: passes that were not differentiated hold on to what hands them out."""

@@ -22,11 +22,17 @@ from functools import cached_property
 from itertools import chain, zip_longest
 from math import gcd, prod
 from operator import index
+from typing import Any
+
+from trysquare.naming import shown
 
 Size = int | Sequence[int]
 Sizes = tuple[int, ...]
 Pads = tuple[tuple[int, int], ...]
 PADDING_MODES = ("circular", "zeros")
+
+
+_LARGEST = 2**31  # of a size; no layer of this library is that large, and tensors cannot be much larger
 
 
 def per_axis(name: str, value: int | Sequence[int], dims: int, least: int = 1) -> Sizes:
@@ -38,13 +44,14 @@ def per_axis(name: str, value: int | Sequence[int], dims: int, least: int = 1) -
     values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * dims
     try:
         sizes = () if any(isinstance(v, bool) for v in values) else tuple(map(index, values))
-    except TypeError:
+    except (TypeError, RuntimeError):  # torch's error for tensors without a value
         sizes = ()
     if len(sizes) != dims:
         several = f" or {dims} integers, one per axis" if dims > 1 else ""
-        raise ValueError(f"{name}={value!r} must be an integer{several}")
-    if min(sizes) < least:
-        raise ValueError(f"{name}={value!r} must be at least {least}{' on every axis' if dims > 1 else ''}")
+        raise ValueError(f"{name}={shown(value)} must be an integer{several}")
+    if min(sizes) < least or max(sizes) > _LARGEST:
+        limits = f"at least {least}" if min(sizes) < least else f"at most {_LARGEST}"
+        raise ValueError(f"{name}={shown(value)} must be {limits}{' on every axis' if dims > 1 else ''}")
     return sizes
 
 
@@ -70,9 +77,24 @@ def number(name: str, value: float) -> float:
     Raises:
         TypeError: if it is something else.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, not {type(value).__name__}")
-    return float(value)
+    try:
+        if not isinstance(value, bool | str | bytes):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # torch's error for tensors without one value
+        pass
+    raise TypeError(f"{name}={shown(value)} must be a number that a float can hold")
+
+
+def flag(name: str, value: Any) -> bool:
+    """``value`` as a truth value; ``None``, 0 and 1 are ones, as for torch.
+
+    Raises:
+        TypeError: if it is something else, of which truth would be an accident.
+    """
+    plain = value.item() if type(value).__module__ == "numpy" and hasattr(value, "item") else value
+    if plain is None or isinstance(plain, bool) or (isinstance(plain, int) and plain in (0, 1)):
+        return bool(plain)
+    raise TypeError(f"{name} must be True or False, not {type(value).__name__}")
 
 
 def check_groups(groups: int, **channels: int) -> None:
@@ -120,11 +142,11 @@ def check_padding_mode(mode: str) -> None:
     """
     if mode in ("reflect", "replicate"):
         raise ValueError(
-            f"padding_mode={mode!r} repeats pixels, which amplifies them: no kernel makes it 1-Lipschitz; use "
+            f"padding_mode={shown(mode)} repeats pixels, which amplifies them: no kernel makes it 1-Lipschitz; use "
             "'circular' (orthogonal) or 'zeros' (1-Lipschitz)"
         )
     if mode not in PADDING_MODES:
-        raise ValueError(f"padding_mode={mode!r} must be one of {', '.join(map(repr, PADDING_MODES))}")
+        raise ValueError(f"padding_mode={shown(mode)} must be one of {', '.join(map(repr, PADDING_MODES))}")
 
 
 def flat_pads(pads: Pads) -> list[int]:
@@ -357,7 +379,7 @@ class ConvGeometry:
         if isinstance(padding, str):
             if padding == "valid":
                 return ((0, 0),) * self.dims
-            raise ValueError(f"padding={padding!r} must be 'same', 'valid', an integer or {self.dims} integers")
+            raise ValueError(f"padding={shown(padding)} must be 'same', 'valid', an integer or {self.dims} integers")
         return tuple((pad, pad) for pad in per_axis("padding", padding, self.dims, least=0))
 
     def check_circular(self, pads: Pads) -> None:

@@ -78,7 +78,7 @@ class Loss(nn.Module):
     def __init__(self, *, reduction: str = "mean") -> None:
         super().__init__()
         if reduction not in _REDUCTIONS:
-            raise ValueError(f"reduction={reduction!r} must be one of {', '.join(map(repr, _REDUCTIONS))}")
+            raise ValueError(f"reduction={shown(reduction)} must be one of {', '.join(map(repr, _REDUCTIONS))}")
         self.reduction = reduction
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -123,6 +123,8 @@ def check_batch(logits: Tensor, labels: Tensor) -> None:
     for name, value in (("logits", logits), ("labels", labels)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
+        if value.is_nested or value.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, not a nested or sparse one")
     if not logits.is_floating_point() or logits.ndim != 2 or logits.shape[1] < 2:
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} and {logits.dtype} must be floating point, (batch, classes) with "

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.files import or_infinite, without_infinities
-from trysquare.naming import shown
+from trysquare.naming import require_known, shown
 from trysquare.nn.export import with_fixed_weights
+from trysquare.nn.geometry import per_axis, positive
 from trysquare.progress import track
 from trysquare.verify.certification import (
     Certificate,
@@ -32,7 +33,7 @@ from trysquare.verify.certification import (
     radius_text,
 )
 from trysquare.verify.lipschitz import input_like
-from trysquare.verify.lipschitz.shadow import require_dense, require_plain_module
+from trysquare.verify.lipschitz.checks import require_dense, require_plain_module
 
 Box = tuple[float, float] | None
 Attack = Callable[..., Tensor]
@@ -98,8 +99,7 @@ def pgd_l2(
     """
     _check_attacked(model, images, box)
     for name, number in (("steps", steps), ("restarts", restarts)):
-        if not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name}={shown(number)} must be an integer, at least 1")
+        positive(name, number)
     region = _Region(images.detach().to(input_like(model).device), radius, box)
     with evaluating(model):
         target = _Target(model, region, labels)
@@ -231,7 +231,7 @@ class _Target:
         self.model, self.region = with_fixed_weights(model), region
         self.given = prepared(model, region.images, tuple(region.images.shape[1:]))
         with torch.no_grad():
-            self.clean = checked_logits(self.model(self.given))
+            self.clean = checked_logits(_answer(self.model, self.given))
         self.labels = checked_labels(labels, self.clean).to(self.given.device)
 
     def logits(self, move: Tensor) -> Tensor:
@@ -323,13 +323,26 @@ def autoattack_l2(
         raise ValueError(f"box={shown(box)} must be (0, 1): AutoAttack knows no other")
     _check_attacked(model, images, box)
     if not checked_number("radius", radius) > 0:
-        raise ValueError(f"radius={radius!r} must be positive")
+        raise ValueError(f"radius={shown(radius)} must be positive")
+    batch_size, (seed,) = positive("batch_size", batch_size), per_axis("seed", seed, 1, least=0)
+    for name in [] if attacks is None else _names(attacks):
+        require_known(name, _AUTOATTACK, "attack")
     region = _Region(images.detach().to(input_like(model).device), radius, box)
     with evaluating(model), _left_alone(region.images):
         target = _Target(model, region, labels)
         run = _autoattack(target, float(radius), attacks, seed)
         found, _ = run.run_standard_evaluation(target.given.clone(), target.labels, batch_size=batch_size)
     return region.moved(region.projected(found.double() - region.origin)).to(images.device)
+
+
+# The attacks of the package that AutoAttack is made of.
+_AUTOATTACK = ("apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "square")
+
+
+def _names(attacks: Any) -> list[Any]:
+    if not isinstance(attacks, list | tuple) or not attacks:
+        raise TypeError(f"attacks={shown(attacks)} must be a list of some of {', '.join(_AUTOATTACK)}")
+    return list(attacks)
 
 
 def _autoattack(target: _Target, radius: float, attacks: Sequence[str] | None, seed: int) -> Any:
@@ -446,7 +459,7 @@ class AttackReport:
             violations = tuple(Violation.from_dict(violation) for violation in content["violations"])
             clean, samples = float(content["clean"]), int(content["samples"])
             return cls(epsilons, certified, attacked, clean, samples, violations)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"this is not an attack report in JSON: {error!r}") from error
 
     def __str__(self) -> str:
@@ -564,6 +577,21 @@ def _attack_batch(
     return found, answers
 
 
+def _answer(model: nn.Module, images: Tensor) -> Any:
+    """What the model returns for images that it sees for the first time, which may be of a shape that it cannot take.
+
+    Raises:
+        ValueError: if the model raises anything but that there is no memory left.
+    """
+    try:
+        return model(images)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        shape = tuple(images.shape[1:])
+        raise ValueError(f"model: {type(model).__name__} fails on images of shape {shape}: {error}") from error
+
+
 def _predictions(model: nn.Module, images: Tensor) -> Tensor:
     with evaluating(model), torch.no_grad():
-        return checked_logits(model(prepared(model, images, tuple(images.shape[1:])))).argmax(1)
+        return checked_logits(_answer(model, prepared(model, images, tuple(images.shape[1:])))).argmax(1)

@@ -4,7 +4,7 @@ What is proved. Let ``f`` be the function that the model's calls and weights def
 image that it sees (pixels before any scaling in front of the network, rounded to the model's dtype). No ``x'`` with
 ``|x' - x|`` below the radius of ``x`` is given another class by ``f``. The Lipschitz constants come from
 ``trysquare.lipschitz``, the margins from an evaluation of the same calls in float64, less a bound on the rounding
-errors of that evaluation (``lipschitz.exact``).
+errors of that evaluation (``lipschitz.evaluate``).
 
 What is measured, not proved. The model as it runs has rounding errors of its dtype, at ``x`` and at ``x'``. How far its
 margins are from those in float64 is measured on some of the images and on noisy copies of them, and reported beside the
@@ -28,13 +28,14 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from trysquare.files import or_infinite, without_infinities
 from trysquare.naming import shown
+from trysquare.nn.geometry import per_axis
 from trysquare.nn.linalg.operator import checked_weight
 from trysquare.nn.linalg.precision import autocast_dtype
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.nn.losses import check_batch
 from trysquare.progress import track
-from trysquare.verify.lipschitz import Analysis, ExactEvaluation, analyse, input_like
-from trysquare.verify.lipschitz.shadow import BATCH, require_dense, require_plain_module
+from trysquare.verify.lipschitz import BATCH, Analysis, ExactEvaluation, analyse, input_like, refuse_difference
+from trysquare.verify.lipschitz.checks import require_dense, require_plain_module
 from trysquare.verify.operators import used_weight
 
 EPSILONS = (36 / 255, 72 / 255, 108 / 255, 1.0)
@@ -310,7 +311,7 @@ class Certificate:
             content |= {"input_shape": tuple(map(int, content["input_shape"]))}
             content |= {name: int(content[name]) for name in ("measured_samples", "disagreements")}
             return cls(**{name: content[name] for name in cls.__dataclass_fields__})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"this is not a certificate in JSON: {error!r}") from error
 
     def __str__(self) -> str:
@@ -378,11 +379,13 @@ def certify(
     epsilons = checked_epsilons(epsilons)
     for name, number, least in (("batch_size", batch_size, 1), ("measured_samples", measured_samples, 0)):
         if not isinstance(number, int) or number < least:
-            raise ValueError(f"{name}={number!r} must be an integer, at least {least}")
+            raise ValueError(f"{name}={shown(number)} must be an integer, at least {least}")
     require_plain_module(model)
     if input_shape is not None and not isinstance(input_shape, Sequence):
-        raise TypeError(f"input_shape={input_shape!r} must be the shape of one image, such as (3, 32, 32)")
+        raise TypeError(f"input_shape={shown(input_shape)} must be the shape of one image, such as (3, 32, 32)")
     shape = None if input_shape is None else tuple(input_shape)
+    if shape is not None:
+        shape = per_axis("input_shape", shape, len(shape))
     found: Analysis | None = None
     exact: ExactEvaluation | None = None
     logits, labels, errors, off = [], [], [], torch.zeros(0, dtype=torch.float64)
@@ -396,15 +399,18 @@ def certify(
                 continue
             if found is None or exact is None:
                 found = _analysed(model, shape, len(given))
-                exact = ExactEvaluation(model, found.graph, found.gains)
+                exact = ExactEvaluation(found.graph, found.gains)
             values, rounding = _in_float64(exact, given)
             precision = max(torch.finfo(dtype).eps for dtype in (given.dtype, autocast_dtype(given) or given.dtype))
+            plain = _as_it_runs(model, exact, given, values, rounding)
             logits.append(values)
             labels.append(checked_labels(classes, values))
             errors.append(rounding)
             here = given[: max(0, measured_samples - len(off))]
             if len(here):
-                seen, differ = _measured(model, exact, here, values[: len(here)], labels[-1][: len(here)])
+                seen, differ = _measured(
+                    model, exact, here, plain[: len(here)], values[: len(here)], labels[-1][: len(here)]
+                )
                 off, disagreements = torch.cat([off, seen]), disagreements + differ
     if found is None or shape is None or not sum(map(len, labels)):
         raise ValueError("there is no data to certify on")
@@ -443,11 +449,26 @@ def _in_float64(exact: ExactEvaluation, images: Tensor) -> tuple[Tensor, Tensor]
     return torch.cat(logits), torch.cat(errors)
 
 
+def _as_it_runs(model: nn.Module, exact: ExactEvaluation, images: Tensor, values: Tensor, rounding: Tensor) -> Tensor:
+    """Logits of the model as it runs.
+
+    Raises:
+        NoRuleError: if they differ from those in float64 by more than rounding: it is not what was traced any more.
+    """
+    plain = checked_logits(model(images.clone()))  # it may write into its input
+    short = max(images.dtype, autocast_dtype(images) or images.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    reason = (
+        f"{type(model).__name__} does not do the same for every batch: what it returns for this one is not what the "
+        "calls give that were traced and bounded"
+    )
+    refuse_difference([plain], [values], short, exact.in_short(float(rounding.max()), short), reason)
+    return plain
+
+
 def _measured(
-    model: nn.Module, exact: ExactEvaluation, images: Tensor, values: Tensor, labels: Tensor
+    model: nn.Module, exact: ExactEvaluation, images: Tensor, plain: Tensor, values: Tensor, labels: Tensor
 ) -> tuple[Tensor, int]:
     """Return how far margins of the model as it runs are off at and near images, and how many images change class."""
-    plain = checked_logits(model(images))
     near = _moved(images)
     around = _margin_errors(checked_logits(model(near)), _in_float64(exact, near)[0], labels)
     differ = int((plain.argmax(1) != values.argmax(1)).sum())
@@ -489,6 +510,8 @@ def batches_of(data: Data, batch_size: int) -> tuple[Batches, int]:
     Raises:
         ValueError: if it is a pair of tensors of different lengths, or of tensors that are not dense.
     """
+    if isinstance(data, Tensor):
+        raise TypeError("data must be batches of images and labels, a dataset, or a pair of tensors, not a Tensor")
     tensors: Any = data.tensors if isinstance(data, TensorDataset) else data
     if isinstance(tensors, tuple | list) and len(tensors) == 2 and all(isinstance(part, Tensor) for part in tensors):
         images, labels = tensors

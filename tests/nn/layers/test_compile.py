@@ -36,3 +36,23 @@ def test_a_compiled_sort_permutes_gradients_at_ties_too():
     assert torch.equal(y, torch.tensor([[1.0, 1.0], [3.0, 2.0], [3e38, -3e38]]))
     y.backward(torch.tensor([[5.0, 7.0]] * 3))
     assert torch.equal(x.grad, torch.tensor([[5.0, 7.0], [7.0, 5.0], [7.0, 5.0]]))
+
+
+def _second_derivatives(call, layer, x):
+    free = [p for p in layer.parameters() if p.requires_grad]
+    first = torch.autograd.grad(call(x).sin().sum(), free, create_graph=True)
+    return torch.autograd.grad(sum((g * g.detach().cos()).sum() for g in first), free, allow_unused=True)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by torch, where a graph ends
+@pytest.mark.parametrize("backend", ["eager", lambda graph, _: graph.forward], ids=["eager", "of a user"])
+@pytest.mark.parametrize(
+    "make", [lambda: ts.OrthoConv1d(3, 4, 3), lambda: ts.OrthoLinear(3, 5, orthogonalizer="bjorck")]
+)
+def test_backends_that_differentiate_twice_are_right(make, backend):
+    torch.compiler.reset()
+    layer, shape = make().double(), (2, 3, 6) if isinstance(make(), nn.Conv1d) else (2, 3)
+    x = torch.randn(shape, dtype=torch.float64)
+    found = _second_derivatives(torch.compile(layer, backend=backend), layer, x)
+    for mine, expected in zip(found, _second_derivatives(layer, layer, x), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-9)

@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trysquare.lab.data.randomness import Randomness
+from trysquare.nn.geometry import number, per_axis
 
 MAX_MAGNITUDE = 30
 _LEVELS = 255
@@ -61,6 +62,8 @@ class RandAugment:
     magnitude: int = 9
 
     def __post_init__(self) -> None:
+        per_axis("num_ops", self.num_ops, 1, least=0)
+        number("magnitude", self.magnitude)
         if self.num_ops < 0 or not 0 <= self.magnitude <= MAX_MAGNITUDE:
             raise ValueError(
                 f"randaugment takes num_ops >= 0 and magnitude from 0 to {MAX_MAGNITUDE}, "
@@ -77,8 +80,8 @@ class RandAugment:
 def _apply(images: Tensor, strength: float, chosen: Tensor, signs: Tensor) -> Tensor:
     """Each image under its chosen operation."""
     result = images.clone()
-    for number, operation in enumerate(OPERATIONS.values()):
-        rows = (chosen == number).nonzero()[:, 0]
+    for position, operation in enumerate(OPERATIONS.values()):
+        rows = (chosen == position).nonzero()[:, 0]
         if len(rows) and operation is not identity:
             result[rows] = operation(images[rows], strength, signs[rows])
     return result

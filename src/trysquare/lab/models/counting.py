@@ -6,8 +6,9 @@ from math import prod
 
 from torch import nn
 
-from trysquare.nn.geometry import ConvGeometry
+from trysquare.nn.geometry import ConvGeometry, flag
 from trysquare.nn.layers.conv import OrthogonalConvolution
+from trysquare.verify.lipschitz.checks import require_module
 
 
 def count_parameters(model: nn.Module, as_paper: bool = False) -> int:
@@ -27,6 +28,8 @@ def count_parameters(model: nn.Module, as_paper: bool = False) -> int:
     >>> ts.models.count_parameters(model), ts.models.count_parameters(model, as_paper=True)
     (2222874, 2235162)
     """
+    require_module(model)
+    as_paper = flag("as_paper", as_paper)
     total = sum(parameter.numel() for parameter in model.parameters())
     if not as_paper:
         return total

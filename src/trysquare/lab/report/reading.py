@@ -14,6 +14,7 @@ from trysquare.files import DIGEST, LARGEST_RECIPE, LARGEST_TEXT, read_file, sha
 from trysquare.lab.checkpoint import MODEL_FILES, read_checkpoint
 from trysquare.lab.training.recipe import parse_yaml
 from trysquare.lab.training.run import read_metrics
+from trysquare.naming import shown
 from trysquare.verify.attacks import AttackReport
 from trysquare.verify.auditing import AuditReport
 from trysquare.verify.certification import Certificate
@@ -228,10 +229,16 @@ def _metrics(content: bytes) -> tuple[Record, ...]:
     return tuple(records)
 
 
+_MOST_STEPS = 2**53  # from there on a float cannot tell a step from the next
+
+
 def _record(content: Mapping[str, object]) -> Record:
     kind, step = content.get("kind"), _finite(content.get("step"))
-    if kind not in KINDS or step is None:
-        raise ValueError(f"kind {kind!r} must be one of {KINDS}, and step {content.get('step')!r} a number")
+    if kind not in KINDS or step is None or not 0 <= step <= _MOST_STEPS:
+        raise ValueError(
+            f"kind {shown(kind)} must be one of {KINDS}, and step {shown(content.get('step'))} a number from 0 to "
+            f"{_MOST_STEPS}"
+        )
     values = {name: found for name, value in content.items() if (found := _finite(value)) is not None}
     certified = _mapping(content.get("certified") or {})
     shares = {float(radius): found for radius, share in certified.items() if (found := _finite(share)) is not None}

@@ -469,6 +469,8 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], dict[str, obje
     """
     left, overrides, waiting = [], {}, iter(arguments)
     for argument in waiting:
+        if not isinstance(argument, str):
+            raise TypeError(f"arguments must be strings, as of a command line, not {shown(argument)}")
         key, equals, value = argument.partition("=")
         if not key.startswith("--") or "." not in key:
             left.append(argument)

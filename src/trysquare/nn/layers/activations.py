@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from trysquare.naming import shown
 from trysquare.nn.geometry import Sizes, number, positive
 from trysquare.nn.linalg.lattice import ROUND_UP
 from trysquare.nn.linalg.operator import checked_weight
@@ -354,6 +355,6 @@ def with_slopes_in_unit_interval(activation: nn.Module | None) -> nn.Module:
         return activation
     names = ", ".join(kind.__name__ for kind in MONOTONE)
     raise ValueError(
-        f"activation={activation!r} is not known to act entry by entry with slopes between 0 and 1, which the block "
-        f"needs to be 1-Lipschitz; use one of {names}, or LeakyReLU, ELU, CELU with slopes in that range"
+        f"activation={shown(activation)} is not known to act entry by entry with slopes between 0 and 1, which the "
+        f"block needs to be 1-Lipschitz; use one of {names}, or LeakyReLU, ELU, CELU with slopes in that range"
     )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from trysquare.naming import refuse_arguments
-from trysquare.nn.geometry import ConvGeometry, Pads, Size, Sizes, check_groups, check_padding_mode, per_axis
+from trysquare.nn.geometry import ConvGeometry, Pads, Size, Sizes, check_groups, check_padding_mode, flag, per_axis
 from trysquare.nn.layers.activations import with_slopes_in_unit_interval
 from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.layers.packing import PackedKernels, Shapes, unpack
@@ -49,7 +49,7 @@ class Block(ParametrizedWeight):
         self.activation = with_slopes_in_unit_interval(activation)
         factory = factory_of(parametrization.like)
         self.weight = nn.Parameter(torch.empty(0, **factory))
-        self.bias = nn.Parameter(torch.empty(first_shape[0], **factory)) if bias else None
+        self.bias = nn.Parameter(torch.empty(first_shape[0], **factory)) if flag("bias", bias) else None
         self._first_shape = tuple(first_shape)
         self._parametrize_weight(parametrization)
         self.reset_parameters()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import positive
+from trysquare.nn.geometry import flag, positive
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.parametrizations.base import Device
 
@@ -75,7 +75,7 @@ class BatchCentering(nn.Module):
         super().__init__()
         positive("num_features", num_features)
         self.num_features, self.momentum, self.process_group = num_features, momentum, process_group
-        self.bias = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if bias else None
+        self.bias = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if flag("bias", bias) else None
         self.register_buffer("running_mean", torch.zeros(num_features, device=device, dtype=dtype))
         self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long, device=device))
 
@@ -147,8 +147,8 @@ class LayerCentering(nn.Module):
     ) -> None:
         super().__init__()
         positive("num_features", num_features)
-        self.num_features, self.per_channel = num_features, per_channel
-        self.bias = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if bias else None
+        self.num_features, self.per_channel = num_features, flag("per_channel", per_channel)
+        self.bias = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if flag("bias", bias) else None
 
     def reset_parameters(self) -> None:
         """Forget the bias."""

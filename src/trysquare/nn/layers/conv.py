@@ -14,7 +14,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import ConvGeometry, Size, Sizes, per_axis, per_axis_each
+from trysquare.nn.geometry import ConvGeometry, Size, Sizes, flag, per_axis, per_axis_each
 from trysquare.nn.layers.convolution import PLAIN_CONV, Convolution, crops, in_format_of, native_crop
 from trysquare.nn.layers.series import Series
 from trysquare.nn.linalg.operator import LinearOperator
@@ -167,7 +167,7 @@ class OrthogonalConvolution(ParametrizedWeight):
                 f"circular padding {self._convolution.pads} drops outputs, so the size of the input cannot be told "
                 "from that of the output; use padding='same' for a layer with an adjoint"
             )
-        twin._cache = self._cache
+        twin._cache, twin._writes = self._cache, self._writes
         twin.parametrizations["weight"] = self.parametrizations["weight"]  # type: ignore[index,operator]
         return twin.train(self.training)
 
@@ -270,6 +270,7 @@ class _Convolution(OrthogonalConvolution):
     ) -> None:
         sizes = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
         channels = (in_channels, out_channels)
+        parsimonious = flag("parsimonious", parsimonious)
         geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
         convolution = Convolution.of(geometry, geometry.pads(padding, padding_mode), padding_mode)
         check_dtype(dtype)
@@ -281,7 +282,7 @@ class _Convolution(OrthogonalConvolution):
             0,
             geometry.dilation,
             geometry.groups,
-            bias,
+            flag("bias", bias),
             padding_mode,
             device,
             dtype,
@@ -351,6 +352,7 @@ class _TransposedConvolution(OrthogonalConvolution):
     ) -> None:
         sizes = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
         channels = (out_channels, in_channels)
+        parsimonious = flag("parsimonious", parsimonious)
         geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
         output_padding = per_axis("output_padding", output_padding, self.dims, least=0)
         pads = crops(geometry, padding, output_padding, padding_mode)
@@ -364,7 +366,7 @@ class _TransposedConvolution(OrthogonalConvolution):
             0,
             0,
             geometry.groups,
-            bias,
+            flag("bias", bias),
             geometry.dilation,
             "zeros",
             device,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.naming import pick, refuse_arguments
-from trysquare.nn.geometry import Size, Sizes, check_groups, per_axis
+from trysquare.nn.geometry import Size, Sizes, check_groups, flag, per_axis
 from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.layers.pooling import depth_to_space, space_to_depth
 from trysquare.nn.linalg.bounds import singular_value_range
@@ -202,7 +202,7 @@ class _FourierConvolution(ImageSized):
                 f"dilation={dilation!r} has no meaning for method='eco': its taps are always size / kernel_size apart"
             )
         self.weight = nn.Parameter(torch.empty(*self._group_shape, *self.kernel_size, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if bias else None
+        self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if flag("bias", bias) else None
         self.reset_parameters()
 
     @torch.no_grad()

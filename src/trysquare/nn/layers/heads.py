@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import positive
+from trysquare.nn.geometry import flag, positive
 from trysquare.nn.layers.linear import ParametrizedLinear
 from trysquare.nn.linalg.margins import least_radius
 from trysquare.nn.linalg.rescaling import unit_rows
@@ -43,6 +43,20 @@ class UnitRows(Parametrization):
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
         """Unit rows: gradients are orthogonal to the rows, which otherwise only ever grow."""
         return [unit_rows(free[0])]
+
+    @property
+    def solves(self) -> bool:
+        """The weight is its own free matrix."""
+        return True
+
+    def refuse_unreachable(self, weight: Tensor) -> None:
+        """Refuse rows whose norm is not 1."""
+        norms = weight.norm(dim=1)
+        if bool(((norms - 1).abs() > 0.01).any()):
+            raise ValueError(
+                f"the rows of this matrix have norms from {float(norms.min()):.3g} to {float(norms.max()):.3g}, and "
+                "would have to have norm 1. layer.project_(weight) sets the nearest weight that the layer can have"
+            )
 
     def solve(self, weight: Tensor) -> list[Tensor]:
         """The weight itself."""
@@ -81,7 +95,7 @@ class UnitNormLinear(ParametrizedLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
-        super().__init__(in_features, out_features, bias, device, dtype)
+        super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
         self._parametrize_weight(UnitRows((out_features, in_features), **factory_of(self.weight)))
 
     def pairwise_norms(self) -> Tensor:

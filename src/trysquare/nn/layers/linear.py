@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import positive
+from trysquare.nn.geometry import flag, positive
 from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.linalg.operator import LinearOperator
 from trysquare.nn.parametrizations import OrthonormalMatrix
@@ -65,7 +65,7 @@ class OrthoLinear(ParametrizedLinear):
     ) -> None:
         in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
         check_dtype(dtype)
-        super().__init__(in_features, out_features, bias, device, dtype)
+        super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
         self.orthogonalizer = orthogonalizer
         self._parametrize_weight(
             OrthonormalMatrix((out_features, in_features), orthogonalizer, **factory_of(self.weight))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import Size, Sizes, per_axis, window_overlap
+from trysquare.nn.geometry import Size, Sizes, flag, per_axis, window_overlap
 from trysquare.nn.linalg.norms import euclidean
 from trysquare.nn.linalg.precision import at_least_float32
 
@@ -213,7 +213,7 @@ class _GlobalPool(nn.Module):
 
     def __init__(self, keepdim: bool = True) -> None:
         super().__init__()
-        self.keepdim = keepdim
+        self.keepdim = flag("keepdim", keepdim)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Pool ``(batch, channels, *sizes)`` to ``(batch, channels, 1, ...)``."""

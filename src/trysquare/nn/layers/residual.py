@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import number
+from trysquare.nn.geometry import flag, number
 from trysquare.nn.layers.pooling import EuclideanNorm
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.parametrizations.base import Device
@@ -68,9 +68,9 @@ class LearnableResidual(_Residual):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(branch, shortcut)
-        self.scale = nn.Parameter(torch.tensor(float(scale), device=device, dtype=dtype))
+        self.scale = nn.Parameter(torch.tensor(number("scale", scale), device=device, dtype=dtype))
         one = torch.ones((), device=device, dtype=dtype)
-        if learnable_skip:
+        if flag("learnable_skip", learnable_skip):
             self.skip_scale = nn.Parameter(one)
         else:
             self.register_buffer("skip_scale", one, persistent=False)
@@ -181,7 +181,7 @@ class L2Residual(_Residual):
     ) -> None:
         super().__init__(branch, shortcut)
         self.norm = EuclideanNorm(1)
-        self.angle = nn.Parameter(torch.tensor(float(angle), device=device, dtype=dtype))
+        self.angle = nn.Parameter(torch.tensor(number("angle", angle), device=device, dtype=dtype))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Norm of skip and branch, entry by entry."""

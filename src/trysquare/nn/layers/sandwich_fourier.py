@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import Size, Sizes, per_axis
+from trysquare.nn.geometry import Size, Sizes, flag, per_axis
 from trysquare.nn.layers.activations import with_slopes_in_unit_interval
 from trysquare.nn.layers.fourier import ImageSized, blocks_norm, plain_layer
 from trysquare.nn.linalg.fourier import apply_response, of_response
@@ -130,7 +130,8 @@ class _FourierSandwich(ImageSized):
         self.activation = with_slopes_in_unit_interval(activation)
         shape = self._group_shape
         self.response = FrequencyResponse(shape, self.kernel_size, self.dilation, self.transposed, device, dtype)
-        self.bias = nn.Parameter(torch.empty(groups * shape[1], device=device, dtype=dtype)) if bias else None
+        with_bias = flag("bias", bias)
+        self.bias = nn.Parameter(torch.empty(groups * shape[1], device=device, dtype=dtype)) if with_bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

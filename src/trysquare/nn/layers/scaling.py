@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from trysquare.naming import shown
 from trysquare.nn.layers.centering import per_channel
 from trysquare.nn.parametrizations.base import Device
 
@@ -64,9 +65,12 @@ class InputScaling(nn.Module):
 
 
 def _numbers(name: str, value: float | Sequence[float]) -> list[float]:
-    values: list[float] = torch.as_tensor(value, dtype=torch.float64, device="cpu").flatten().tolist()
+    try:
+        values: list[float] = torch.as_tensor(value, dtype=torch.float64).cpu().flatten().tolist()
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # torch's errors for what has no numbers
+        values = []
     if not values or not all(map(math.isfinite, values)):
-        raise ValueError(f"{name}={value} must be a finite number, or one for each channel")
+        raise ValueError(f"{name}={shown(value)} must be a finite number, or one for each channel")
     return values
 
 

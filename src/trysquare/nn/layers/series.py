@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trysquare.nn.geometry import ConvGeometry
 from trysquare.nn.layers.convolution import Convolution
-from trysquare.nn.linalg.precision import as_autocast
+from trysquare.nn.linalg.precision import as_autocast, is_traced
 from trysquare.nn.parametrizations import SOC, Parametrization
 
 
@@ -83,8 +83,10 @@ class Series:
         """Return ``Σ_j coefficients[j] Sʲ x`` by Horner's scheme."""
         *lower, last = self.coefficients
         y = last * x
+        traced = is_traced()  # torch.func.linearize crashes in `add` with `alpha` (torch 2.13)
         for coefficient in reversed(lower):
-            y = self.skew(y, skew).add(x, alpha=coefficient)
+            y = self.skew(y, skew)
+            y = y + coefficient * x if traced else y.add(x, alpha=coefficient)
         return y
 
     def _mixed(self, x: Tensor, matrix: Tensor | None) -> Tensor:

@@ -1,5 +1,6 @@
 """Pure functions on tensors: kernels, projectors, orthonormal matrices and spectra."""
 
+from trysquare.nn.linalg import checks
 from trysquare.nn.linalg.kernels import adjoint, compose, identity
 from trysquare.nn.linalg.norms import norm_bound
 from trysquare.nn.linalg.orthogonalize import (
@@ -37,3 +38,8 @@ __all__ = [
     "sandwich_pair",
     "unit_rows",
 ]
+
+# Who calls them from outside is told what they take; the library itself calls them without these checks.
+for _name in __all__:
+    if callable(globals()[_name]):
+        globals()[_name] = checks.with_checked_arguments(globals()[_name])

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from trysquare.nn.linalg.orthogonalize import cayley, exponential, newton_schulz
-from trysquare.nn.linalg.precision import full_precision
+from trysquare.nn.linalg.precision import full_precision, refuse_linearized_gradient
 
 Sizes = tuple[int, ...]
 
@@ -47,6 +47,7 @@ def place_taps(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
 
 def _blocks(placed: Tensor, dims: int, half: bool) -> Tensor:
     """Response ``(*frequencies, g, n, m)`` of torch's cross-correlation by a placed kernel ``(g, n, m, *sizes)``."""
+    refuse_linearized_gradient(placed)
     axes = tuple(range(-dims, 0))
     transform = torch.fft.rfftn(placed, dim=axes) if half else torch.fft.fftn(placed, dim=axes)
     blocks = transform.conj().movedim(tuple(range(3, 3 + dims)), tuple(range(dims)))
@@ -161,6 +162,7 @@ def apply_response(response: Tensor, x: Tensor, dims: int) -> Tensor:
     groups, outputs, _ = response.shape[dims:]
     if x.shape[0] == 0:  # which torch's transform refuses
         return x.new_zeros(0, groups * outputs, *sizes) + 0 * (x.sum() + response.real.sum())
+    refuse_linearized_gradient(x)
     with full_precision(x):
         spectrum = torch.fft.rfftn(x.unflatten(1, (groups, -1)), dim=axes)  # (b, g, m, *frequencies)
         columns = spectrum.permute(*range(3, 3 + dims), 1, 2, 0).contiguous()

@@ -12,6 +12,7 @@ from trysquare.nn.linalg.precision import full_precision
 from trysquare.nn.linalg.rescaling import gram, row_sums, scaled_to_one
 
 _SQUARINGS = 4
+_MOST_SQUARINGS = 32  # the bound is at most n^(1 / 2^34) times the norm then, which no dtype can tell from it
 
 
 def euclidean(vectors: Tensor, dim: int = -1) -> Tensor:
@@ -46,8 +47,8 @@ def gram_norm_bound(matrix: Tensor, squarings: int = _SQUARINGS) -> Tensor:
         ``(...)``, never below the norm by more than the rounding of the products; 0 for zeros, and for matrices without
         rows or columns.
     """
-    if squarings < 0:
-        raise ValueError(f"steps={squarings} must be at least 0")
+    if not 0 <= squarings <= _MOST_SQUARINGS:
+        raise ValueError(f"steps={squarings} must be at least 0 and at most {_MOST_SQUARINGS}")
     if 0 in matrix.shape[-2:]:
         return matrix.abs().sum((-2, -1))
     with full_precision(matrix):
@@ -108,8 +109,10 @@ def norm_bound(kernel: Tensor, steps: int = _SQUARINGS, *, dims: int | None = No
     dims = kernel.ndim - 2 if dims is None else dims
     if not dims:
         return gram_norm_bound(kernel, steps)
-    if steps < 0:
-        raise ValueError(f"steps={steps} must be at least 0")
+    if kernel.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"kernel must be float32 or float64, not {kernel.dtype}: convert it, kernel.float()")
+    if not 0 <= steps <= _MOST_SQUARINGS:
+        raise ValueError(f"steps={steps} must be at least 0 and at most {_MOST_SQUARINGS}")
     taps = kernel.shape[kernel.ndim - dims :]
     grid = [max(1, (k - 1) * (steps + 2)) for k in taps]
     with full_precision(kernel):

@@ -67,6 +67,8 @@ def on_rows(rows_only: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
                 f"{rows_only.__name__} takes float32, float64 and their complex kinds, got {matrix.dtype}: "
                 "orthonormalise matrix.float(), then round"
             )
+        if not matrix.numel():
+            return matrix.clone()
         if matrix.shape[-2] > matrix.shape[-1]:
             return rows_only(matrix.mH).mH.resolve_conj()
         return rows_only(matrix)
@@ -86,9 +88,8 @@ def within(domain: str) -> Callable[[Callable[[Tensor], Tensor]], Callable[[Tens
             with full_precision(matrix):
                 basis = method(matrix)
                 with torch.no_grad():
-                    gram = torch.matmul(basis, basis.mH)
-                    gram.diagonal(dim1=-2, dim2=-1).sub_(1)
-                    missed = torch.linalg.matrix_norm(gram) / basis.shape[-2] ** 0.5
+                    eye = torch.eye(basis.shape[-2], dtype=basis.dtype, device=basis.device)
+                    missed = torch.linalg.matrix_norm(torch.matmul(basis, basis.mH) - eye) / basis.shape[-2] ** 0.5
                     missed = unwrapped(missed).amax()
                     fine = missed < 32 * torch.finfo(basis.dtype).eps
             if not host_can_look(missed):
@@ -354,6 +355,18 @@ def _cayley_inverse(basis: Tensor) -> Tensor:
     return torch.cat([upper, lower], dim=-2).mH
 
 
+def polar_factor(matrix: Tensor) -> Tensor:
+    """Nearest matrix with orthonormal rows or columns, in the Frobenius norm, by a singular value decomposition.
+
+    >>> from trysquare.nn.linalg.orthogonalize import polar_factor
+    >>> polar_factor(torch.tensor([[3.0, 0.0], [0.0, -0.5]]))
+    tensor([[ 1.,  0.],
+            [ 0., -1.]])
+    """
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    return torch.matmul(left, right)
+
+
 @dataclass(frozen=True)
 class Orthogonalizer:
     """A way to an orthonormal matrix, and the way back if there is a closed form for it.
@@ -376,8 +389,11 @@ class Orthogonalizer:
         return torch.randn(*shape, dtype=torch.float64) / max(shape[-2:]) ** 0.5
 
     def free(self, basis: Tensor) -> Tensor:
-        """Return a free matrix that gives ``basis``, or a fresh one where there is no closed form."""
-        return self.draw(*basis.shape) if self.inverse is None else self.inverse(basis)
+        """Return a free matrix that gives ``basis``, or a fresh one where there is no closed form.
+
+        Of what is not orthonormal, one that gives the nearest matrix that is.
+        """
+        return self.draw(*basis.shape) if self.inverse is None else self.inverse(polar_factor(basis))
 
     def reconditioned(self, matrix: Tensor) -> Tensor:
         """Return a free matrix that gives the same result as ``matrix`` and is safe to train on."""

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trysquare.nn.linalg.precision import Operation, full_precision, host_can_look, keep_outputs, nothing_for
+from trysquare.nn.linalg.precision import (
+    Operation,
+    full_precision,
+    host_can_look,
+    keep_outputs,
+    nothing_for,
+    only_first_derivatives,
+)
 
 
 def _lower(matrix: Tensor, factor: Tensor) -> Tensor:
@@ -66,7 +73,10 @@ def _without_branches(rows: Tensor) -> tuple[Tensor, Tensor]:
     # ``V = L R`` and ``R Rᵀ = I`` give the factor of all passes together. Where rank is lost the exact one has no
     # inverse, which the gradient takes: directions weaker than rounding count as a little stronger than that.
     factor = torch.baddbmm(eye, unit, columns, beta=max(1e-9, 8 * eps)).tril()
-    return columns.mT, factor * (scale * norm).clamp_min(_smallest_length(rows.dtype))
+    # Autograd's forward mode refuses views as outputs.
+    plain = torch.compiler.is_compiling() or only_first_derivatives()
+    basis = columns.mT if plain else columns.mT.clone(memory_format=torch.contiguous_format)
+    return basis, factor * (scale * norm).clamp_min(_smallest_length(rows.dtype))
 
 
 def _smallest_length(dtype: torch.dtype) -> float:
@@ -79,13 +89,14 @@ def _householder(rows: Tensor) -> tuple[Tensor, Tensor]:
     wide = rows.double() if host_can_look(rows) else rows
     tiny = torch.finfo(wide.dtype).tiny
     scale = torch.linalg.vector_norm(wide, math.inf, dim=-1, keepdim=True).clamp_min(tiny)
-    norm = torch.linalg.vector_norm(wide / scale, dim=-1, keepdim=True).clamp_min(tiny)
-    basis, factor = torch.linalg.qr((wide / scale / norm).mT)
+    unit = wide / scale
+    norm = torch.linalg.vector_norm(unit, dim=-1, keepdim=True).clamp_min(tiny)
+    basis, factor = torch.linalg.qr((unit / norm).mT)
     sign = torch.where(factor.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(basis.dtype)
     # Products of transposes, not transposes of products: autograd's forward mode refuses views as outputs.
     basis, factor = basis.mT * sign.unsqueeze(-1), factor.mT * sign.unsqueeze(-2)
     # Directions weaker than 1e-7 of their row count as that strong, for the gradient.
-    factor = factor.tril(-1) + torch.diag_embed(factor.diagonal(dim1=-2, dim2=-1).clamp_min(1e-7))
+    factor.diagonal(dim1=-2, dim2=-1).clamp_min_(1e-7)
     factor = factor * (scale * norm).clamp_min(_smallest_length(rows.dtype))
     return basis.to(rows.dtype), factor.to(rows.dtype)
 
@@ -204,6 +215,8 @@ def recondition(rows: Tensor, basis: Tensor) -> Tensor:
         rows: ``(..., h, c)``, free rows.
         basis: orthonormal rows that mean the same to whoever reads ``rows``.
     """
+    if rows.shape != basis.shape:
+        raise ValueError(f"rows {tuple(rows.shape)} and basis {tuple(basis.shape)} must have one shape")
     norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     unit = rows / torch.where(norm > 0, norm, 1.0)
     factor, failed = torch.linalg.cholesky_ex(torch.matmul(unit, unit.mT))

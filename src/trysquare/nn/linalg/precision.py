@@ -201,9 +201,9 @@ def unwrapped(tensor: Tensor) -> Tensor:
 def host_can_look(tensor: Tensor) -> bool:
     """Whether Python may branch on a value of ``tensor`` for free: eagerly, and on the CPU.
 
-    On an accelerator a look is a synchronisation; in a compiled graph or under ``vmap`` there is nothing to look at.
+    On an accelerator a look is a synchronisation; in a traced graph or under ``vmap`` there is nothing to look at.
     """
-    if torch.compiler.is_compiling() or tensor.device.type != "cpu":
+    if is_traced() or tensor.device.type != "cpu":
         return False
     return not torch_internals.is_wrapped(tensor)
 
@@ -232,9 +232,14 @@ def is_differentiated() -> bool:
     return not torch.compiler.is_compiling() and (torch.is_grad_enabled() or torch_internals.forward_mode_level() >= 0)
 
 
+def is_traced() -> bool:
+    """Whether what is computed now becomes a graph, for other values than those seen: by a compiler or ``make_fx``."""
+    return torch.compiler.is_compiling() or torch_internals.graph_recorder() is not None
+
+
 def only_first_derivatives() -> bool:
     """Whether autograd alone will differentiate what is computed now: no compiler, transform or forward mode."""
-    if torch.compiler.is_compiling() or torch_internals.transforms_are_active():
+    if is_traced() or torch_internals.transforms_are_active():
         return False
     return torch_internals.forward_mode_level() < 0
 
@@ -257,6 +262,44 @@ def refuse_nested_forward_mode() -> None:
             "orthogonal weights have no derivatives by forward mode within forward mode (jvp of jvp, "
             "jacfwd(jacfwd(f))): use torch.func.hessian, jacfwd(jacrev(f)) or hvp instead"
         )
+
+
+def refuse_linearized_gradient(like: Tensor) -> None:
+    """Refuse a gradient inside of ``torch.func.linearize`` where torch's formula for it writes into a view.
+
+    ``linearize`` loses such writes (torch 2.13), whoever makes them. Our own operations make none in a traced graph;
+    torch's gradients of real Fourier transforms do.
+
+    Raises:
+        NotImplementedError: naming what to use instead.
+    """
+    if torch.compiler.is_compiling() or not is_traced() or torch_internals.forward_mode_level() < 0:
+        return
+    if torch_internals.transforms_are_active() or (torch.is_grad_enabled() and like.requires_grad):
+        raise NotImplementedError(
+            "torch.func.linearize of a gradient loses what torch writes into views there, so that second derivatives "
+            "of Fourier transforms would be wrong: use torch.func.jvp of the gradient instead"
+        )
+
+
+@torch_internals.constant_when_traced
+def compiler_is_for_training() -> bool:
+    """Whether the graph that is traced goes to AOTAutograd, which refuses to differentiate a gradient.
+
+    Other backends run it under autograd, for which whatever an autograd function has saved is a constant there (torch
+    2.13): second derivatives by our formulas would be wrong without a word, and torch's own of triangular factors are
+    not right either. Those are ``"eager"``, which is for debugging, and some of users.
+    """
+    return torch_internals.goes_to_aot_autograd()
+
+
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="orthogonal weights have second derivatives, which this backend would get wrong: they are left out of the "
+    "graph, which fullgraph=True does not allow; use backend='inductor' or 'aot_eager'"
+)
+def outside_of_graphs(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """``function(*args)`` as without a compiler."""
+    return function(*args)
 
 
 class Operation:
@@ -287,6 +330,8 @@ class Operation:
 
     def __call__(self, *args: Any) -> Tensor:
         """The result for these arguments, all of them given, the first a tensor."""
+        if torch.compiler.is_compiling() and not compiler_is_for_training():
+            return outside_of_graphs(self, *args)  # type: ignore[no-any-return]
         with full_precision(args[0]):
             if torch.compiler.is_compiling():
                 return self.compiled.apply(*args)[0]  # type: ignore[no-any-return]
@@ -367,11 +412,7 @@ def keep_outputs(ctx: Any, output: tuple[Tensor, ...]) -> None:
 
 
 def _for_compilers(function: Any) -> Any:
-    """A kind of a function that ``torch.compile`` traces.
-
-    AOT backends refuse second derivatives. ``backend="eager"``, which is for debugging, takes whatever a function saved
-    for constants, so that those are wrong there, of this function as of any that saves what it computed.
-    """
+    """A kind of a function that ``torch.compile`` traces, where second derivatives are refused."""
 
     class Compiled(function):  # type: ignore[misc]
         jvp = torch.autograd.Function.jvp  # functions with a rule of their own are refused

@@ -10,15 +10,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trysquare.nn.linalg.orthonormal import factor_rows, orthonormal_rows, rows_gradient
 from trysquare.nn.linalg.precision import (
     apply_function,
+    compiler_is_for_training,
     for_first_derivatives,
     full_precision,
     host_can_look,
+    is_traced,
     only_first_derivatives,
+    outside_of_graphs,
 )
 
 # From so many channels on, backward does without the kernels on the way, which are most of the memory then: they save
@@ -53,20 +57,20 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     shape, axes = ctx.shape, ctx.axes
     steps = len(axes)
     coordinates: list[Tensor] = list(rest[:steps])
-    kernels: list[Tensor | None] = [matrix.flatten(1, -2), *(rest[steps:] or [None] * (steps - 1))]
+    kernels: list[Tensor | None] = [_rows_of(matrix), *(rest[steps:] or [None] * (steps - 1))]
     each = list(zip(*_frames(basis, shape), coordinates, kernels, axes, strict=True))
     done: list[Tensor] = []
     waiting: tuple[Tensor, Tensor] | None = None  # columns, and sums
     grad = grad.movedim((1, 2), (-2, -1))
     for frame, turned, coordinate, kernel, axis in reversed(each):
         sizes, (first, later) = grad.shape, _but_one_tap(grad, axis + 1)
-        through = (first - later).flatten(1, -2)
+        through = _rows_of(first - later)
         columns, known = torch.bmm(through, turned), torch.bmm(coordinate.mT, through)
         del through  # large, and the peak of a training step may be here
         grad = torch.bmm(columns, frame).view(later.shape).add_(later)
         if waiting is not None:
             behind, owed = _one_kernel_back(waiting[0].view(*sizes[:-1], -1), coordinate, axis + 1)
-            columns = torch.cat([columns.view(*later.shape[:-1], -1), behind], -1).flatten(1, -2)
+            columns = _rows_of(torch.cat([columns.view(*later.shape[:-1], -1), behind], -1))
             known = torch.cat([known, torch.baddbmm(waiting[1], owed, frame)], 1)
             del behind
         if kernel is None:
@@ -75,7 +79,7 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             waiting, done = None, [torch.baddbmm(known, columns.mT, kernel), *done]
     # Where the kernels were not kept, those of all frames became known together.
     frames = torch.stack(done if len(done) == steps else done[0].split(shape[2], 1))  # (p, g, h, c)
-    return grad, rows_gradient(basis, factor, frames.flatten(0, 1), span_only=True).view(shape), None
+    return grad, rows_gradient(basis, factor, frames.reshape(basis.shape), span_only=True).view(shape), None
 
 
 def _grow_in_steps(matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -96,11 +100,12 @@ def _grown(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """The kernel, channels last; the coordinates of each kernel on the way in its frame; and these kernels, flat."""
     kernel, flats, coordinates = matrix, [], []
+    in_place = not is_traced()  # torch.func.linearize loses what is written into views (torch 2.13)
     for frame, turned, axis in zip(*_frames(basis, shape), axes, strict=True):
-        flats.append(kernel.flatten(1, -2))  # (g, taps * n, c)
+        flats.append(_rows_of(kernel))  # (g, taps * n, c)
         coordinates.append(torch.bmm(flats[-1], turned))
         projected = torch.bmm(coordinates[-1], frame).view(kernel.shape)
-        kernel = _spread(kernel, projected, axis + 1)
+        kernel = _spread(kernel, projected, axis + 1, in_place)
     return kernel, coordinates, flats
 
 
@@ -111,7 +116,12 @@ def _one_kernel_back(waiting: Tensor, coordinate: Tensor, dim: int) -> tuple[Ten
         ``later`` and ``owed``.
     """
     first, later = _but_one_tap(waiting, dim)
-    return later, torch.bmm((first - later).flatten(1, -2).mT, coordinate)
+    return later, torch.bmm(_rows_of(first - later).mT, coordinate)
+
+
+def _rows_of(kernel: Tensor) -> Tensor:
+    """``(g, *k, n, c)`` to ``(g, taps * n, c)``; torch's batched gradients have no rule for ``flatten``."""
+    return kernel.reshape(len(kernel), -1, kernel.shape[-1])
 
 
 def _but_one_tap(kernel: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -126,11 +136,14 @@ def _frames(basis: Tensor, shape: torch.Size) -> tuple[tuple[Tensor, ...], tuple
     return frames.unbind(), frames.mT.unbind()
 
 
-def _spread(kernel: Tensor, projected: Tensor, dim: int) -> Tensor:
+def _spread(kernel: Tensor, projected: Tensor, dim: int, in_place: bool) -> Tensor:
     """``K N + z (K - K N)``: one more tap along ``dim``."""
     taps = kernel.shape[dim]
     if taps == 1:
         return torch.cat([projected, kernel - projected], dim)
+    if not in_place:
+        apart = [0, 0] * (kernel.ndim - 1 - dim)
+        return F.pad(projected, [*apart, 0, 1]) + F.pad(kernel - projected, [*apart, 1, 0])
     grown = torch.cat([projected, kernel.narrow(dim, taps - 1, 1)], dim)
     grown.narrow(dim, 1, taps - 1).add_(kernel.narrow(dim, 0, taps - 1))
     grown.narrow(dim, 1, taps).sub_(projected)
@@ -148,6 +161,8 @@ def grow(matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> Tensor:
     Returns:
         ``(g, n, c, *k)``, where ``k`` is ``r`` plus the number of projectors on each axis.
     """
+    if torch.compiler.is_compiling() and not compiler_is_for_training():
+        return outside_of_graphs(grow, matrix, rows, axes)  # type: ignore[no-any-return]
     if torch.compiler.is_compiling() or only_first_derivatives():
         with full_precision(matrix):
             return apply_function(_grow, matrix, rows, axes)  # type: ignore[no-any-return]

@@ -35,6 +35,8 @@ def unit_rows(matrix: Tensor) -> Tensor:
     tensor([[0.6000, 0.8000],
             [0.0000, 1.0000]])
     """
+    if matrix.is_complex():
+        raise ValueError(f"matrix must be real, not {matrix.dtype}")
     # Scaled first: squares of very small and very large rows would leave the range.
     scaled = _divided(matrix, matrix.detach().abs().amax(-1, keepdim=True))
     square = scaled.square().sum(-1, keepdim=True)
@@ -110,6 +112,9 @@ def contract_rows(kernel: Tensor, q: Tensor | None = None, *, dims: int | None =
     >>> bool(torch.linalg.matrix_norm(contract_rows(torch.randn(4, 6)), 2) <= 1)
     True
     """
+    channels = kernel.shape[: kernel.ndim - 1 - (kernel.ndim - 2 if dims is None else dims)]
+    if q is not None and q.shape != channels:
+        raise ValueError(f"q of shape {tuple(q.shape)} must have one number for each row, {tuple(channels)}")
     with full_precision(kernel):
         scaled, _ = scaled_to_one(kernel, dims=dims)
         sums = row_sums(gram(scaled, dims=dims), q, dims=dims)

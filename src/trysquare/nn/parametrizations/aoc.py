@@ -9,6 +9,7 @@ missing tap reach the same kernels.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trysquare.nn.linalg.projectors import peel
@@ -28,16 +29,25 @@ class AOC(Composed):
     nothing else is said; here is how they are found for a given kernel.
     """
 
+    @property
+    def solves(self) -> bool:
+        """Whether no channels were cut off and the orthogonalizer has an inverse."""
+        geometry = self.geometry
+        whole = geometry.built_from_adjoint or geometry.inner_channels == geometry.group_in
+        return whole and self._orthogonalizer.inverse is not None
+
     def solve(self, weight: Tensor) -> list[Tensor]:
         """Peel the projectors off the kernel, outermost taps first; what remains is the matrix.
 
-        Raises:
-            ValueError: if the kernel is not orthogonal in this geometry.
+        Each projector is the one that leaves least outside of the taps that remain, and the matrix the polar factor of
+        these, so that a kernel that is not orthogonal is near that of the result. Channels that were cut off are taken
+        to be 0, which they are not.
         """
         geometry = self.geometry
         kernel = self._from_torch(weight)
         if kernel is None:
-            return self.guess(weight)
+            missing = geometry.inner_channels - geometry.group_in
+            kernel = F.pad(weight.unflatten(0, (geometry.groups, -1)).movedim((1, 2), (-2, -1)), (0, missing))
         if geometry.frame_axes and geometry.frames_shape is None:
             kernel, frames = self._uncentred(kernel), None
         else:

@@ -27,13 +27,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trysquare.nn.geometry import ConvGeometry
+from trysquare.nn.geometry import ConvGeometry, flag
 from trysquare.nn.geometry import positive as positive_integer
 from trysquare.nn.linalg.kernels import CONV, adjoint, compose
 from trysquare.nn.linalg.orthonormal import random_orthonormal
 from trysquare.nn.linalg.precision import is_reduced
 from trysquare.nn.linalg.rescaling import positive, scaled_to_one
 from trysquare.nn.parametrizations.base import Parametrization
+from trysquare.nn.parametrizations.projection import refuse_kernel
 
 # Noise of a fresh kernel relative to its orthonormal taps: breaks the ties at which |x| has no gradient.
 _NOISE = 0.02
@@ -80,7 +81,7 @@ class AOL(Parametrization):
     ) -> None:
         super().__init__(**factory)
         self.geometry, self.orthogonalizer = geometry, orthogonalizer_name
-        self.steps, self.q = positive_integer("steps", steps), bool(q)
+        self.steps, self.q = positive_integer("steps", steps), flag("q", q)
         self._period = tuple(s // gcd(s, d) for s, d in zip(geometry.stride, geometry.dilation, strict=True))
 
     @property
@@ -155,6 +156,10 @@ class AOL(Parametrization):
         count = prod(self._period)
         masks = torch.arange(count, device=kernel.device).view(-1, *(1,) * index.ndim) == index
         return masks.to(kernel.dtype)
+
+    def refuse_unreachable(self, weight: Tensor) -> None:
+        """Refuse a kernel that amplifies."""
+        refuse_kernel(weight, self.geometry, contraction=True)
 
     def solve(self, weight: Tensor) -> list[Tensor]:
         """The kernel itself: right up to the scale of its channels, from which a search starts."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trysquare.nn.parametrizations.projection import finite_weight
 from trysquare.progress import track
 
 # Largest entry, in units of the dtype's rounding, by which an assigned weight and the one built for it may differ.
@@ -17,6 +18,8 @@ _ASSIGNMENT_ROUNDINGS = {torch.float64: 1e8, torch.float32: 50.0}
 # when so many seconds have passed.
 _ASSIGNMENT_STARTS = 64
 _ASSIGNMENT_SECONDS = 60.0
+# A closed form that misses by more is right that there are no free tensors; by less, it was rounded.
+_NEAR = 1e-3
 # Of L-BFGS from one start.
 _ROUNDS = 60
 _STEPS_A_ROUND = 40
@@ -28,30 +31,31 @@ def free_tensors_for(weight: Tensor, parametrization: Any, present: Sequence[Ten
     Raises:
         ValueError: if ``weight`` has the wrong shape, or no free tensors were found that give it.
     """
-    if not isinstance(weight, Tensor) or not weight.dtype.is_floating_point:
-        raise ValueError("weight must be a tensor of a real floating point type")
-    if tuple(weight.shape) != tuple(parametrization.weight_shape):
-        expected = tuple(parametrization.weight_shape)
-        raise ValueError(f"weight has shape {tuple(weight.shape)}, the layer's is {expected}")
-    exact = weight.detach().double().cpu()
-    if not bool(exact.isfinite().all()):
-        raise ValueError("weight holds values that are not finite")
+    exact = finite_weight(weight, parametrization.weight_shape).double().cpu()
+    parametrization.refuse_unreachable(exact)
     tolerance = _ASSIGNMENT_ROUNDINGS.get(weight.dtype, 2.0) * torch.finfo(weight.dtype).eps
     now = parametrization.build(*(tensor.double().cpu() for tensor in present))
     if float((now - exact).abs().max()) <= tolerance:
         return present
-    free, missed = search_free_tensors(parametrization.build, _starts(parametrization, exact), exact, tolerance)
+    free = parametrization.solve(exact)
+    missed = float((parametrization.build(*free) - exact).abs().max())
+    if missed > tolerance and not (parametrization.solves and missed > _NEAR):
+        starts = _starts(parametrization, exact, free)
+        free, missed = search_free_tensors(parametrization.build, starts, exact, tolerance)
     if missed > tolerance:
         raise ValueError(
             f"no free tensors were found that give this weight: the nearest one found differs by {missed:.1e}. "
-            f"It must be an output of the same parametrization ({parametrization.extra_repr()})"
+            f"It must be an output of the same parametrization ({parametrization.extra_repr()}). "
+            "layer.project_(weight) sets the nearest weight that the layer can have"
         )
     return [tensor.to(like.device, like.dtype) for tensor, like in zip(free, present, strict=True)]
 
 
-def _starts(parametrization: Any, weight: Tensor) -> Iterator[list[Tensor]]:
+def _starts(parametrization: Any, weight: Tensor, first: list[Tensor]) -> Iterator[list[Tensor]]:
     began = time.monotonic()
-    yield parametrization.solve(weight)
+    yield first
+    if parametrization.solves:
+        return
     for _ in track(range(_ASSIGNMENT_STARTS), "searching for free tensors", _ASSIGNMENT_STARTS):
         if time.monotonic() - began > _ASSIGNMENT_SECONDS:
             break

@@ -9,12 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from ctypes import c_char
 from functools import cache
 from itertools import count
 from math import prod
 from operator import itemgetter
 from typing import Any, ClassVar, Protocol, Self, TypedDict, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +25,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trysquare import torch_internals
-from trysquare.nn.geometry import Sizes
+from trysquare.nn.geometry import Sizes, positive
 from trysquare.nn.linalg.operator import checked_weight
-from trysquare.nn.linalg.precision import as_autocast, at_least_float32, full_precision, protected
+from trysquare.nn.linalg.precision import (
+    as_autocast,
+    at_least_float32,
+    full_precision,
+    host_can_look,
+    protected,
+)
 from trysquare.nn.parametrizations.assignment import free_tensors_for
+from trysquare.nn.parametrizations.projection import nearest_free_tensors
 
 # -- caching: in eval mode a built weight is kept until something that it depends on changes
 
@@ -153,52 +162,67 @@ class Caching(nn.Module):
         return self.__dict__ | {"block": None}  # a copy, or a pickled one, is not in the block
 
 
-# The last weights that were returned; somebody may hold on to one while others are built.
-_WATCHED = 4
-
-
 @cache
 def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # it serves later passes too
         return torch.empty(0, dtype=dtype, device=device)
 
 
+# Weights that somebody may hold on to while others are built: those of forward passes, and those that were asked for.
+_BUILT, _READ = 4, 64
+
+
 class WriteGuard:
     """Notices writes into a weight that was returned, which have no effect because the next one is built anew.
 
-    It does not keep the weight alive: a tensor without memory shares its version counter.
+    Torch counts writes to a tensor and its views; a tensor without memory shares the counter, and keeps nothing alive.
+    It does not count writes through ``.data`` or NumPy, nor in inference mode. So the weight that was asked for last
+    is kept, with a checksum, until the next use, if that is on the CPU: ``layer.weight.data.normal_()`` is noticed,
+    and only such writes to one that was asked for earlier are not.
     """
 
-    def __init__(self) -> None:
-        self._watched: deque[tuple[Tensor, int]] = deque(maxlen=_WATCHED)
+    _last: tuple[Tensor, tuple[Any, ...]] | None
+
+    def __init__(self, written: bool = False) -> None:
+        self.forget()
+        self._written = written
+        self.inside = False  # of a forward pass, which asks for a weight and writes nothing into it
 
     def watch(self, weight: Tensor) -> None:
         """Notice writes to ``weight`` from now on."""
-        if type(weight) is Tensor and not weight.is_inference() and not torch_internals.transforms_are_active():
+        if type(weight) is not Tensor or torch_internals.transforms_are_active() or torch_internals.graph_recorder():
+            return
+        if not weight.is_inference():
             counter = torch_internals.make_subclass(Tensor, weight)
             counter.data = _empty(weight.dtype, weight.device)
-            self._watched.append((counter, weight._version))
+            (self._built if self.inside else self._read).append((counter, weight._version))
+        if not self.inside and host_can_look(weight):
+            self._last = weight, _fingerprint(weight)
 
     def forget(self) -> None:
         """Forget the weights that were returned so far."""
-        self._watched.clear()
+        self._written = False
+        self._built: deque[tuple[Tensor, int]] = deque(maxlen=_BUILT)
+        self._read: deque[tuple[Tensor, int]] = deque(maxlen=_READ)
+        self._last = None
 
-    def check(self) -> None:
-        """Refuse to go on, once, if somebody has written into a weight.
-
-        Raises:
-            RuntimeError: if somebody has.
-        """
-        if any(counter._version != seen for counter, seen in self._watched):
-            self.forget()
-            raise RuntimeError(
-                "layer.weight was written to in place (by nn.init, copy_ or the like), which has no effect: it is "
-                "built from the layer's free tensors at every use. Assign it (layer.weight = tensor, an orthogonal "
-                "one), draw new ones (layer.reset_parameters()), or write to layer.free_tensors"
-            )
+    def found(self) -> bool:
+        """Whether somebody has written into a weight since the last call of ``forget``."""
+        if self._last is not None:
+            (weight, seen), self._last = self._last, None
+            self._written = self._written or _fingerprint(weight) != seen
+        for counters in (self._built, self._read):
+            self._written = self._written or any(counter._version != seen for counter, seen in counters)
+        return self._written
 
     def __reduce__(self) -> Any:
-        return WriteGuard, ()
+        return WriteGuard, (self.found(),)  # a copy is built from the same free tensors, and must not lose the message
+
+
+def _fingerprint(weight: Tensor) -> tuple[Any, ...]:
+    memory = weight.untyped_storage()  # read without an operation that whoever counts those would see
+    numbers = (c_char * memory.nbytes()).from_address(memory.data_ptr()) if memory.nbytes() else b""
+    return weight.shape, weight.dtype, weight.device, crc32(numbers)
 
 
 # -- the function
@@ -216,8 +240,11 @@ class Parametrization(Caching, ABC):
     them in float32 and rounded once. In eval mode a weight that needs no gradient is built once and
     kept until a free tensor is written to, moved or replaced, an optimizer steps, or the mode
     changes. The exception are writes that torch's version counter does not see: through ``.data``,
-    outside of an optimizer, to a free tensor or to the weight that was returned, and from another
-    process.
+    outside of an optimizer, to a free tensor, and from another process.
+
+    Writes into the weight that was returned raise at the next use. Not noticed are writes through
+    ``.data`` to a weight on an accelerator, or to one after which the weight was read again, and a
+    compiled graph notices nothing.
     """
 
     like: Tensor
@@ -240,7 +267,7 @@ class Parametrization(Caching, ABC):
         self.note = ""  # what the layer's ``repr`` says besides the method and its options
         # The free tensors, as parameters of the module that it is attached to.
         self.slots: dict[str, nn.Parameter] = {}
-        self._writes = WriteGuard()
+        self.writes = WriteGuard()
         self._enlist()
 
     @classmethod
@@ -296,8 +323,21 @@ class Parametrization(Caching, ABC):
         """Return well conditioned free tensors that give the same weight; ``free`` itself if it is well conditioned."""
         return free
 
+    @property
+    def solves(self) -> bool:
+        """Whether ``solve`` finds free tensors for every weight that has some, so that no search is needed."""
+        return False
+
+    def refuse_unreachable(self, weight: Tensor) -> None:
+        """Refuse what can be told at once to be the weight of no free tensors.
+
+        Raises:
+            ValueError: if so, with the numbers that tell.
+        """
+        return
+
     def solve(self, weight: Tensor) -> list[Tensor]:
-        """Return free tensors that give ``weight``, or a guess from which to search for them."""
+        """Return free tensors that give ``weight``, or whose weight is near, from which to search for better ones."""
         return self.guess(weight)
 
     def guess(self, weight: Tensor) -> list[Tensor]:
@@ -315,11 +355,28 @@ class Parametrization(Caching, ABC):
             if not self.slots or torch.compiler.is_exporting() or (wanted and any(t.requires_grad for t in free)):
                 return self.built(free)
             return kept_weight(list(free), self.number, list(self.weight_shape), self.dtype_from(free))
-        self._writes.check()
+        if torch_internals.jit_trace() is not None:  # which takes what is kept from pass to pass for a constant
+            return self.built(free)
+        self.refuse_writes()
         free = tuple(gathered(tensor) for tensor in free)
         weight = self._from_cache(lambda: self.built(free), free, self.cache)
-        self._writes.watch(weight)
+        self.writes.watch(weight)
         return weight
+
+    def refuse_writes(self) -> None:
+        """Refuse to go on, once, if somebody has written into a weight that was returned.
+
+        Raises:
+            RuntimeError: if somebody has.
+        """
+        if self.writes.found():
+            self.writes.forget()
+            self.forget()  # the weight in the cache may be what was written to
+            raise RuntimeError(
+                "layer.weight was written to in place (by nn.init, copy_, .data or the like), which has no effect: it "
+                "is built from the layer's free tensors at every use. Assign it (layer.weight = tensor, an orthogonal "
+                "one), draw new ones (layer.reset_parameters()), or write to layer.free_tensors"
+            )
 
     # -- building
 
@@ -381,9 +438,19 @@ class Parametrization(Caching, ABC):
     @torch.no_grad()
     def redraw(self, free: Sequence[Tensor]) -> None:
         """Write fresh values into the free tensors."""
-        self._writes.forget()
+        self.writes.forget()
         for tensor, fresh in zip(free, self.draw(), strict=True):
             tensor.copy_(fresh)
+
+    def project_(self, weight: Tensor, starts: int = 1, steps: int = 100) -> float:
+        """Set the free tensors to those whose weight is nearest to ``weight``; see ``ParametrizedWeight.project_``."""
+        free = list(self.slots.values())
+        nearest, distance = nearest_free_tensors(weight, self, [tensor.detach() for tensor in free], starts, steps)
+        self.writes.forget()
+        with torch.no_grad():
+            for tensor, new in zip(free, nearest, strict=True):
+                tensor.copy_(new)
+        return distance
 
     def right_inverse(self, weight: Tensor) -> Sequence[Tensor]:
         """Return free tensors that give ``weight``; assigning to the layer's weight calls this.
@@ -511,17 +578,24 @@ class ParametrizedWeight(nn.Module):
     bias: Any
     weight: Any
     _cache: Any
+    _writes: Any
     parametrizations: Any
 
     def _parametrize_weight(self, parametrization: Parametrization) -> None:
         parametrization.attach(self, "weight")
-        self._cache = parametrization.cache
+        self._cache, self._writes = parametrization.cache, parametrization.writes
 
     def _current_weight(self) -> Tensor:
-        """``self.weight``, without torch's detour over the parametrization where the cache has it."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self._cache.fresh():
+        """``self.weight`` for a pass, without torch's detour over the parametrization where the cache has it."""
+        if torch.compiler.is_compiling():
             return self.weight
-        return self._cache.weight if self._is_as_made() else self.weight
+        if not torch.is_grad_enabled() and not self._writes.found() and self._cache.fresh() and self._is_as_made():
+            return self._cache.weight
+        self._writes.inside = True
+        try:
+            return self.weight
+        finally:
+            self._writes.inside = False
 
     def _is_as_made(self) -> bool:
         """Whether the weight is ours: nobody has taken our parametrization off, or added another one after it."""
@@ -568,6 +642,38 @@ class ParametrizedWeight(nn.Module):
                 "on all of its free tensors; use fully_shard, or ts.built(model, group), which share its construction"
             )
         super().register_parameter(name, param)
+
+    def project_(self, weight: Tensor, starts: int = 1, steps: int = 100) -> float:
+        """Set the weight to the nearest one that the layer can have, in the Frobenius norm.
+
+        Of matrices that is exactly the polar factor; of kernels, the best that descent on the free tensors finds, which
+        starts from the projectors that lose least (methods without such a start from random tensors). The nearest
+        orthogonal weight does not depend on the scale of ``weight``.
+
+        Args:
+            weight: any tensor or parameter of the shape of the weight, such as that of a pretrained layer of torch.
+            starts: descents, of which the nearest counts; all but the first from random tensors.
+            steps: steps of L-BFGS in each, at most.
+
+        Returns:
+            The distance of the layer's weight from ``weight``, relative to the norm of ``weight``.
+
+        Raises:
+            ValueError: if ``weight`` has another shape, values that are not finite, or none but zeros.
+
+        >>> layer, plain = OrthoLinear(6, 4), nn.Linear(6, 4)
+        >>> distance = layer.project_(plain.weight)
+        >>> left, _, right = torch.linalg.svd(plain.weight.detach(), full_matrices=False)
+        >>> bool(torch.allclose(layer.weight, left @ right, atol=1e-5))
+        True
+        """
+        return self.parametrization.project_(weight, positive("starts", starts), positive("steps", steps))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign a parameter to a parametrized weight as any tensor; torch would register a second one."""
+        if isinstance(value, nn.Parameter) and parametrize.is_parametrized(self, name):
+            value = value.detach()
+        super().__setattr__(name, value)
 
     def reset_parameters(self) -> None:
         """Draw new free tensors and a new bias (uniform, as torch does)."""

@@ -72,6 +72,11 @@ class BRO(AOC):
         """A reflector only depends on the span."""
         return [recondition(rows, orthonormal_rows(rows)) for rows in free]
 
+    @property
+    def solves(self) -> bool:
+        """Not for the reflectors."""
+        return False
+
     def solve_matrix(self, matrix: Tensor) -> list[Tensor]:
         """No closed form: fresh reflectors, from which a search starts."""
         return [random_orthonormal(*self._reflectors_shape)]

@@ -19,8 +19,8 @@ from trysquare.nn.geometry import ConvGeometry
 from trysquare.nn.linalg.orthogonalize import orthogonalizer
 from trysquare.nn.linalg.orthonormal import orthonormal_rows, random_orthonormal, recondition
 from trysquare.nn.linalg.projectors import grow
-from trysquare.nn.linalg.spectrum import circular_singular_values
 from trysquare.nn.parametrizations.base import Parametrization
+from trysquare.nn.parametrizations.projection import refuse_kernel
 
 
 class Composed(Parametrization):
@@ -143,12 +143,7 @@ class Composed(Parametrization):
         return kernel.flatten(0, 1).contiguous()
 
     def _from_torch(self, weight: Tensor) -> Tensor | None:
-        """``(out, in / g, *k)`` to ``(g, *k, rows, c)``, or ``None`` if channels were cut off.
-
-        Raises:
-            ValueError: if the kernel is not orthogonal in this geometry.
-        """
-        self._check_orthogonal(weight)
+        """``(out, in / g, *k)`` to ``(g, *k, rows, c)``, or ``None`` if channels were cut off."""
         kernel = weight.unflatten(0, (self.geometry.groups, -1)).movedim((1, 2), (-2, -1))
         if self.geometry.built_from_adjoint:
             kernel = kernel.mT
@@ -167,16 +162,9 @@ class Composed(Parametrization):
         """The same inner kernel from well conditioned frames: a projector only depends on the span."""
         return [recondition(rows, orthonormal_rows(rows)) for rows in free]
 
-    def _check_orthogonal(self, weight: Tensor) -> None:
-        geometry = self.geometry
-        sizes = tuple(s * k for s, k in zip(geometry.stride, geometry.kernel_size, strict=True))
-        values = circular_singular_values(weight, sizes, geometry.stride, geometry.dilation, geometry.groups)
-        if (values - 1).abs().max() > 0.01:
-            raise ValueError(
-                f"this kernel is not orthogonal: its singular values reach from {float(values[-1]):.3g} to "
-                f"{float(values[0]):.3g} at stride={geometry.stride}, dilation={geometry.dilation}, "
-                f"groups={geometry.groups}"
-            )
+    def refuse_unreachable(self, weight: Tensor) -> None:
+        """Refuse a kernel that is not orthogonal."""
+        refuse_kernel(weight, self.geometry)
 
     def extra_repr(self) -> str:
         """Numbers of the construction."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trysquare.nn.linalg.orthogonalize import orthogonalizer
 from trysquare.nn.parametrizations.base import Parametrization
+from trysquare.nn.parametrizations.projection import refuse_singular_values
 
 
 class OrthonormalMatrix(Parametrization):
@@ -51,8 +53,17 @@ class OrthonormalMatrix(Parametrization):
         """The same orthonormal matrix from a well conditioned one."""
         return [self._orthogonalizer.reconditioned(free[0])]
 
+    @property
+    def solves(self) -> bool:
+        """Whether the orthogonalizer has an inverse."""
+        return self._orthogonalizer.inverse is not None
+
+    def refuse_unreachable(self, weight: Tensor) -> None:
+        """Refuse a matrix that is not orthonormal."""
+        refuse_singular_values(torch.linalg.svdvals(weight), "this matrix is not orthonormal")
+
     def solve(self, weight: Tensor) -> list[Tensor]:
-        """The orthogonalizer's inverse."""
+        """The orthogonalizer's inverse of the nearest orthonormal matrix."""
         return [self._orthogonalizer.free(weight)]
 
     def extra_repr(self) -> str:

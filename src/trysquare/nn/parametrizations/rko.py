@@ -15,11 +15,13 @@ from collections.abc import Hashable
 from math import prod
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from trysquare.nn.geometry import ConvGeometry, window_overlap
 from trysquare.nn.linalg.orthogonalize import orthogonalizer
 from trysquare.nn.parametrizations.base import Parametrization
+from trysquare.nn.parametrizations.projection import refuse_singular_values
 
 
 class RKO(Parametrization):
@@ -77,6 +79,19 @@ class RKO(Parametrization):
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
         """The same matrix from a well conditioned one."""
         return [self._orthogonalizer.reconditioned(free[0])]
+
+    @property
+    def solves(self) -> bool:
+        """Whether the orthogonalizer has an inverse."""
+        return self._orthogonalizer.inverse is not None
+
+    def refuse_unreachable(self, weight: Tensor) -> None:
+        """Refuse a kernel whose matrix is not orthonormal."""
+        matrix = weight.unflatten(0, (self.geometry.groups, -1)).movedim(2, -1).flatten(2) / self.scale
+        # By the smaller Gram matrix: the matrix has as many columns as the kernel has taps.
+        rows = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
+        values = torch.linalg.eigvalsh(torch.matmul(rows, rows.mT)).clamp_min(0).sqrt()
+        refuse_singular_values(values, "the matrix of this kernel is not orthonormal")
 
     def solve(self, weight: Tensor) -> list[Tensor]:
         """The matrix that the kernel is a reshaped copy of."""

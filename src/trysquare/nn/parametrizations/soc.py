@@ -180,7 +180,7 @@ class SOC(Composed):
         which is the identity if there is none; the other way round where the weight is built from its adjoint.
         """
         if not torch.compiler.is_compiling():
-            self._writes.check()
+            self.refuse_writes()
         free = tuple(gathered(tensor) for tensor in free)
         exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]
         skew = self._from_cache(lambda: protected(self._skew_blocks, exact[-1:]), free, self._factors["skew"])

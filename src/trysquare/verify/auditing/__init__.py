@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trysquare.nn.geometry import flag
 from trysquare.progress import track
 from trysquare.torch_internals import tree_leaves
 from trysquare.verify.auditing.report import AuditReport, LayerAudit
@@ -19,6 +20,7 @@ from trysquare.verify.lipschitz import (
     lipschitz_lower_bound,
     random_inputs,
 )
+from trysquare.verify.lipschitz.checks import require_dense
 
 __all__ = ["AuditReport", "LayerAudit", "audit"]
 
@@ -49,6 +51,7 @@ def audit(
     >>> [row.verdict for row in report.layers]
     ['orthogonal', '1-Lipschitz']
     """
+    spectra = flag("spectra", spectra)
     shapes = checked_shapes(input_shape)
     found = analyse(model, input_shape)
     steps = list(steps_of(found))
@@ -78,6 +81,7 @@ def _check_given(inputs: Any, shapes: Any) -> None:
     wanted = list(shapes.values()) if isinstance(shapes, dict) else shapes
     if not isinstance(inputs, Tensor):
         raise TypeError(f"inputs must be a tensor (batch, ...), not {type(inputs).__name__}")
+    require_dense("inputs", inputs)
     if len(wanted) != 1 or tuple(inputs.shape[1:]) != wanted[0] or not inputs.is_floating_point() or not len(inputs):
         raise ValueError(f"inputs of shape {tuple(inputs.shape)} must be floating point, a batch of {wanted}")
 

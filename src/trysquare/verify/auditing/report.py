@@ -110,7 +110,7 @@ class AuditReport:
             layers = [LayerAudit.from_dict(layer) for layer in content["layers"]]
             lower = None if content["lower_bound"] is None else float(content["lower_bound"])
             return cls(layers, or_infinite(content["bound"]), lower, _shape(content["input_shape"]))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"this is not an audit in JSON: {error!r}") from error
 
     # ``print`` works with torch and numpy alone; ``__rich__`` below adds colours where rich is installed.

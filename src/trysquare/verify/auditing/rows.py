@@ -19,9 +19,8 @@ from trysquare.nn.linalg.operator import Axis, LinearOperator
 from trysquare.nn.parametrizations.base import ParametrizedWeight
 from trysquare.verify.auditing.report import LayerAudit
 from trysquare.verify.lipschitz import Analysis, input_like, lipschitz_lower_bound
+from trysquare.verify.lipschitz.graph import Frame, Node, class_name
 from trysquare.verify.lipschitz.rules import RULES, batch_norm_scales
-from trysquare.verify.lipschitz.shadow import Frame, class_name
-from trysquare.verify.lipschitz.trace import Node
 from trysquare.verify.operators import read_layer, reads
 from trysquare.verify.spectrum import lanczos_extremes, norm_range, singular_values, spectrum_flops
 

@@ -13,25 +13,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trysquare.naming import shown
+from trysquare.nn.geometry import flag, per_axis
 from trysquare.nn.linalg.precision import autocast_dtype
 from trysquare.verify.lipschitz import ours as ours  # registers the rules of our blocks
 from trysquare.verify.lipschitz.blocks import constant_factor
-from trysquare.verify.lipschitz.exact import ExactEvaluation
+from trysquare.verify.lipschitz.checks import input_like, refuse_unreadable, require_module, unchanged
+from trysquare.verify.lipschitz.evaluate import ExactEvaluation
+from trysquare.verify.lipschitz.graph import Calls, Graph, Node, NoRuleError, Shape, Value, class_name
 from trysquare.verify.lipschitz.leaves import is_leaf, rule
 from trysquare.verify.lipschitz.lower import lipschitz_lower_bound
-from trysquare.verify.lipschitz.shadow import (
-    BATCH,
-    CopiesAndWrites,
-    NoRuleError,
-    Shape,
-    TakesTokens,
-    class_name,
-    input_like,
-    refuse_unreadable,
-    same_numbers,
-    unchanged,
-)
-from trysquare.verify.lipschitz.trace import Calls, Graph, Node, Tracer, Value
+from trysquare.verify.lipschitz.record import same_numbers
+from trysquare.verify.lipschitz.trace import TakesTokens, Tracer
 from trysquare.verify.lipschitz.walk import Walk
 
 __all__ = [
@@ -45,6 +37,8 @@ __all__ = [
     "rule",
 ]
 
+# Samples of a batch that is traced: two tell whether the samples of a batch mix.
+BATCH = 2
 InputShape = Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Sequence[int]]
 # Numbers of one input, each of which has a label and a weight.
 _LARGEST_INPUT = 1 << 26
@@ -159,8 +153,8 @@ def analyse(model: nn.Module, input_shape: InputShape, *, batch: int = BATCH, co
     >>> found.head_weight.shape, round(found.features_bound, 4)
     (torch.Size([3, 6]), 1.0)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}: put a function in a module")
+    require_module(model)
+    (batch,), compare = per_axis("batch", batch, 1, least=2), flag("compare", compare)
     shapes = checked_shapes(input_shape)
     refuse_unreadable(model)
     like = input_like(model)
@@ -281,8 +275,8 @@ def _checked_shape(shape: Any, given: Any) -> Shape:
     sizes = tuple(shape) if isinstance(shape, list | tuple) else ()
     if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
         raise ValueError(
-            f"input_shape={given!r} must be positive integers, one input without the batch, or a list or dictionary of "
-            "such shapes"
+            f"input_shape={shown(given)} must be positive integers, one input without the batch, or a list or "
+            "dictionary of such shapes"
         )
     if math.prod(sizes) > _LARGEST_INPUT:
         raise ValueError(
@@ -294,24 +288,27 @@ def _checked_shape(shape: Any, given: Any) -> Shape:
 
 def _traced(model: nn.Module, shapes: Any, like: Tensor, batch: int) -> Graph:
     try:
-        return Tracer(model, like.dtype, is_leaf).trace(shapes, like.device, batch, tokens=False)
+        return Tracer(model, is_leaf).trace(_inputs(shapes, like, batch), tokens=False)
     except TakesTokens:
-        return Tracer(model, like.dtype, is_leaf).trace(shapes, like.device, batch, tokens=True)
+        return Tracer(model, is_leaf).trace(_inputs(shapes, like, batch, words=1), tokens=True)
+
+
+def _inputs(shapes: Any, like: Tensor, batch: int, words: int | None = None) -> Any:
+    """Normal noise, the same each time; or tokens below a number of words."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(shape: Shape) -> Tensor:
+        if words is not None:
+            return torch.randint(words, (batch, *shape), generator=generator).to(like.device)
+        return torch.randn(batch, *shape, generator=generator).to(like)
+
+    return {name: made(s) for name, s in shapes.items()} if isinstance(shapes, dict) else [made(s) for s in shapes]
 
 
 def random_inputs(graph: Graph, shapes: Any, like: Tensor, batch: int) -> Any:
     """Normal noise, the same each time; tokens if that is what the model takes."""
-    generator = torch.Generator().manual_seed(0)
     words = min((len(node.args["weight"]) for node in graph.nodes if node.op == "embedding"), default=1)
-
-    def made(shape: Shape) -> Tensor:
-        if graph.tokens:
-            return torch.randint(words, (batch, *shape), generator=generator).to(like.device)
-        return torch.randn(batch, *shape, generator=generator).to(like)
-
-    if isinstance(shapes, dict):
-        return {name: made(shape) for name, shape in shapes.items()}
-    return [made(shape) for shape in shapes]
+    return _inputs(shapes, like, batch, words if graph.tokens else None)
 
 
 def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> None:
@@ -326,15 +323,13 @@ def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> No
     def each(change: Any) -> Any:
         return {n: change(v) for n, v in inputs.items()} if isinstance(inputs, dict) else [change(v) for v in inputs]
 
-    exact_model = ExactEvaluation(model, found.graph, found.gains)
+    exact_model = ExactEvaluation(found.graph, found.gains)
     followed, error = exact_model(each(lambda v: v[:batch]))
     short = max((like.dtype, autocast_dtype(like) or like.dtype), key=lambda dtype: torch.finfo(dtype).eps)
-    rounding = (error - exact_model.jumps) * torch.finfo(short).eps / torch.finfo(torch.float64).eps + exact_model.jumps
+    rounding = exact_model.in_short(error, short)
 
-    def called(values: Any, copy: bool = True) -> list[Tensor]:
-        # The model may write into its inputs.
-        if copy:
-            values = tree_map(torch.clone, values)
+    def called(values: Any) -> list[Tensor]:
+        values = tree_map(torch.clone, values)  # the model may write into its inputs
         try:
             result = model(**values) if isinstance(values, dict) else model(*values)
         except Exception as error:
@@ -343,15 +338,6 @@ def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> No
 
     with torch.no_grad():
         plain, flipped, alone = called(inputs), called(each(lambda v: v.flip(0))), called(each(lambda v: v[:1]))
-        if found.graph.writes:
-            given = each(lambda v: v[:batch].clone())
-            with CopiesAndWrites(tree_leaves(given)) as seen:
-                called(given, copy=False)
-            if (line := seen.first_difference(found.graph.steps)) is not None:
-                raise NoRuleError(
-                    f"{class_name(model)} copies or writes ({line}) otherwise when it runs than when it is followed, "
-                    "so that a write may reach another value; write with clone() what is to be a copy"
-                )
     with torch.enable_grad():  # what an attack computes
         graded = called(inputs)
     exact = [leaf for leaf in tree_leaves(followed) if isinstance(leaf, Tensor)]
@@ -360,15 +346,15 @@ def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> No
         "whether it is traced or compiled, on gradients being recorded, on the size of the batch, or on anything but "
         "its input"
     )
-    _refuse_difference([t[:batch] if t.ndim else t for t in plain], exact, short, rounding, reason)
-    _refuse_difference(plain, graded, short, rounding, reason)
+    refuse_difference([t[:batch] if t.ndim else t for t in plain], exact, short, rounding, reason)
+    refuse_difference(plain, graded, short, rounding, reason)
     depends = f"{class_name(model)} moves or mixes the samples of a batch: outputs depend on others, or on the place"
     first = plain if any(t.ndim == 0 for t in plain) else [t[:1] for t in plain]
-    _refuse_difference(alone, first, short, rounding, depends)
-    _refuse_difference(plain, [t.flip(0) if t.ndim else t for t in flipped], short, rounding, depends)
+    refuse_difference(alone, first, short, rounding, depends)
+    refuse_difference(plain, [t.flip(0) if t.ndim else t for t in flipped], short, rounding, depends)
 
 
-def _refuse_difference(
+def refuse_difference(
     found: list[Tensor], expected: list[Tensor], dtype: torch.dtype, rounding: float, reason: str
 ) -> None:
     """Refuse outputs that differ by more than arithmetic can explain.

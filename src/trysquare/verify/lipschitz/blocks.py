@@ -1,7 +1,7 @@
 """A linear map, an activation, a linear map: found among the calls of a network, with or without a shortcut.
 
 The maps are convolutions or products with matrices, with scalings and shifts by constants in between. Padding and crops
-are read off the labels, so that it does not matter how they are spelled. ``theorems`` then bounds
+are read off the labels, so that it does not matter how they are spelled. ``nn.linalg.lattice`` then bounds
 the block from its kernels.
 """
 
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from trysquare.nn.geometry import Sizes
-from trysquare.verify.lipschitz.rules import RULES, Rule, Weights, period, scaled, signed_readings, without_border
-from trysquare.verify.lipschitz.theorems import (
+from trysquare.nn.linalg.lattice import (
     ROUND_UP,
     LatticeMap,
     circle_around,
@@ -25,7 +24,8 @@ from trysquare.verify.lipschitz.theorems import (
     residual_bound,
     sandwich_bound,
 )
-from trysquare.verify.lipschitz.trace import Calls, Node, Value
+from trysquare.verify.lipschitz.graph import Calls, Node, Value
+from trysquare.verify.lipschitz.rules import RULES, Rule, Weights, period, scaled, signed_readings, without_border
 from trysquare.verify.operators import checked_weight
 
 _LINEAR = ("convolution", "mm", "addmm")

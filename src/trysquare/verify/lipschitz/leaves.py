@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from trysquare.verify.lipschitz.graph import Node, NoRuleError, Value, class_name
 from trysquare.verify.lipschitz.rules import Weights, _shares, scaled
-from trysquare.verify.lipschitz.shadow import NoRuleError, calls_are_torchs_own, class_name
-from trysquare.verify.lipschitz.trace import Node, Value
+from trysquare.verify.lipschitz.trace import calls_are_torchs_own
 from trysquare.verify.operators import as_defined, has_hooks, remember
 
 LeafRule = Callable[..., float | Sequence[float]]

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from trysquare.naming import shown
 from trysquare.nn.export import with_fixed_weights
+from trysquare.nn.geometry import number, per_axis
 from trysquare.progress import track
-from trysquare.verify.lipschitz.shadow import require_dense, require_plain_module
+from trysquare.verify.lipschitz.checks import require_dense, require_plain_module
 
 # Half the distance of the two points whose images confirm a slope, in multiples of the norm of the input plus 1: the
 # first loses nothing but rounding, the second less of that where outputs are large.
@@ -57,6 +59,9 @@ def lipschitz_lower_bound(
     """
     require_plain_module(model)
     _check_inputs(inputs)
+    (power_steps,) = per_axis("power_steps", power_steps, 1)
+    (ascent_steps,) = per_axis("ascent_steps", ascent_steps, 1, least=0)
+    seconds = None if seconds is None else number("seconds", seconds)
     # Responses are no fixed weights: they are rebuilt in float64, which moves the value by their float32 rounding.
     with _without_history(model):
         plain = with_fixed_weights(model).eval().requires_grad_(False)
@@ -83,11 +88,11 @@ def lipschitz_lower_bound(
 def _check_inputs(inputs: Tensor) -> None:
     if not isinstance(inputs, Tensor):
         raise TypeError(
-            f"inputs must be a batch of samples (torch.randn(4, *shape), or some of your data), not {inputs!r:.60}"
+            f"inputs must be a batch of samples (torch.randn(4, *shape), or some of your data), not {shown(inputs)}"
         )
+    require_dense("inputs", inputs)
     if inputs.ndim < 2 or not len(inputs):
         raise ValueError(f"inputs of shape {tuple(inputs.shape)} must be a batch of at least one sample")
-    require_dense("inputs", inputs)
     if not inputs.is_floating_point():
         raise ValueError(f"inputs must be floating point numbers, not {_kind(inputs)}: others have no slope")
     if not bool(inputs.isfinite().all()):

@@ -15,8 +15,9 @@ from torch import nn
 
 from trysquare.nn.layers.activations import MONOTONE, with_slopes_in_unit_interval
 from trysquare.torch_internals import hooks_of
+from trysquare.verify.lipschitz.checks import input_like
+from trysquare.verify.lipschitz.graph import NoRuleError, Shape
 from trysquare.verify.lipschitz.leaves import input_dtype, leaf
-from trysquare.verify.lipschitz.shadow import NoRuleError, Shape, input_like
 from trysquare.verify.operators import as_defined, has_hooks, is_ours, read_layer, remember
 from trysquare.verify.spectrum import norm_range
 

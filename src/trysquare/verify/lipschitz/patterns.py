@@ -8,7 +8,7 @@
 * ``x`` less its mean is a projection.
 * The root of a sum of squares is a Euclidean norm (``roots``).
 * A linear map, an activation and another linear map, with or without a shortcut, are one block (``blocks``), bounded by
-  the theorems of ``theorems``.
+  the theorems of ``nn.linalg.lattice``.
 
 Each is recognised from the labels and constants of the calls, and never from names of modules.
 """
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from trysquare.verify.lipschitz.blocks import as_block
+from trysquare.verify.lipschitz.graph import Calls, Node, Value
 from trysquare.verify.lipschitz.roots import as_root
-from trysquare.verify.lipschitz.trace import Calls, Node, Value
 
 # Calls of which two make a pair, and the call that has the results of both.
 _PAIRS = {

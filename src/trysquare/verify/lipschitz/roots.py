@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
+from trysquare.verify.lipschitz.graph import Calls, Node, Value
 from trysquare.verify.lipschitz.rules import RULES, Rule, Weights, largest, readings, size_of
-from trysquare.verify.lipschitz.trace import Calls, Node, Value
 
 _UP = 1 + 2.0**-40
 _TINY = 2.0**-1022

@@ -27,8 +27,7 @@ from torch import Tensor
 from trysquare.nn.linalg.bounds import SingularValueRange, normalized, rescaled_up, singular_value_range
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
-from trysquare.verify.lipschitz.shadow import NoRuleError, class_name
-from trysquare.verify.lipschitz.trace import Node, Value
+from trysquare.verify.lipschitz.graph import Node, NoRuleError, Value, class_name
 from trysquare.verify.operators import Axis, LinearOperator, checked_weight
 from trysquare.verify.spectrum import norm_range
 
@@ -202,17 +201,13 @@ def clamp(node: Node, given: list[Tensor]) -> Weights:
 
 
 @_on(
-    "leaky_relu rrelu_with_noise", remark=_STEEP, attained=True, rounding=_function_rounding,
-    monotone=lambda node: node.op == "leaky_relu" and node.args.get("negative_slope", 0.01) >= 0,
+    "leaky_relu", remark=_STEEP, attained=True, rounding=_function_rounding,
+    monotone=lambda node: node.args.get("negative_slope", 0.01) >= 0,
 )  # fmt: skip
 def leaky(node: Node, given: list[Tensor]) -> Weights:
-    """The larger slope; in eval mode a randomized one is the mean of two."""
-    if node.op == "rrelu_with_noise" and node.args.get("training"):
-        raise NoRuleError("it draws random slopes; call model.eval()")
-    slope = node.args.get("negative_slope", 0.01)
-    if node.op == "rrelu_with_noise":
-        slope = (node.args.get("lower", 0.125) + node.args.get("upper", 1 / 3)) / 2
-    return [_spread(node.args["self"], scaled(given[0], max(1.0, float(largest(slope, node.dtype)))))]
+    """The larger slope. A randomized one is the mean of two in eval mode, as which it is traced."""
+    slope = float(largest(node.args.get("negative_slope", 0.01), node.dtype))
+    return [_spread(node.args["self"], scaled(given[0], max(1.0, slope)))]
 
 
 @_on("_prelu_kernel prelu", remark=_STEEP, attained=True, rounding=_function_rounding)

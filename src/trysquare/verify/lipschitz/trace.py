@@ -1,416 +1,418 @@
-"""One forward pass as a list of the computations that really happened, and of where every number came from.
+"""Runs a model as it is, once, and writes down its calls in functional form.
 
-Each number that depends on the input is a *variable* with a number of its own, its *label*. A traced tensor carries the
-labels of its entries; a negative label is the negative of a variable, 0 is a constant. Calls that only move numbers
-move their labels; all other calls become a ``Node``, which makes new variables from old ones.
+Hooks, overrides, wrappers and all take part, because they run; nothing reads the source of a model. What a pass makes
+is a ``Traced`` tensor, which has no memory, so that no number can leave unseen: ``.item()``, ``if x > 0`` and
+``.numpy()`` raise where it depends on the input. Three layers do the work:
+
+* ``Tracer``, a dispatch mode, sees every call of ATen. It refuses those that make the model another function at every
+  pass: random numbers, and writes into tensors that the pass did not make.
+* Torch's functionalization, which ``torch.compile`` and ``torch.export`` are built on, turns views and writes in place
+  into calls without side effects. What shares memory, and what a write reaches, is torch's own knowledge. All that a
+  pass makes goes through it, constants too, since values may be written there later.
+* ``record.Recorder`` gets these calls.
+
+What does not depend on the input, such as a weight that ``forward`` computes, is computed by torch as always, and is a
+constant. ``torch.export`` itself is not used: its import takes seconds, it may not look at constants (``.item()``), and
+layers take another way to their weights under it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trysquare.verify.lipschitz.shadow import (
-    Frame,
-    NoRuleError,
-    Shadow,
-    Shape,
-    Step,
-    TakesTokens,
-    Traced,
-    address,
-    class_name,
-    has_memory,
-    laid_out,
-    leaves_of,
-    mapped,
-    paired,
-    plain_structure,
-    run,
-    same_numbers,
-    user_line,
-)
+from trysquare import torch_internals
+from trysquare.nn.linalg.precision import autocast_dtype
+from trysquare.verify.lipschitz.checks import input_like
+from trysquare.verify.lipschitz.graph import Frame, Graph, NoRuleError, Shape, Value, class_name
+from trysquare.verify.lipschitz.record import Recorded, Recorder, layout, name_of, user_line
+from trysquare.verify.operators import misfit
 
-_REPEATING = frozenset(
-    """
-    cat expand gather im2col index index_select reflection_pad1d reflection_pad2d reflection_pad3d repeat
-    replication_pad1d replication_pad2d replication_pad3d stack upsample_nearest1d upsample_nearest2d
-    upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
-    """.split()
-)
+# Ways to the memory of a tensor on which torch itself raises nothing.
+_ESCAPES = frozenset([Tensor.storage, Tensor.untyped_storage, Tensor.share_memory_, Tensor.__reduce_ex__])
 
 
-@dataclass
-class Value:
-    """An argument of a node that depends on the input.
+class TakesTokens(Exception):  # noqa: N818
+    """The model looks its input up in a table, or casts it to integers: it takes tokens."""
+
+
+class Traced(Tensor):
+    """What a model gets in the place of everything that a pass makes: shape and dtype, but no memory.
 
     Attributes:
-        labels: of its entries, at the time of the call.
+        functional: torch's functional tensor.
     """
 
-    labels: Tensor
+    functional: Tensor
+    __torch_function__ = torch_internals.no_torch_function  # type: ignore[assignment]
 
-
-@dataclass(eq=False)
-class Node:
-    """A call that computes.
-
-    Attributes:
-        op: its name: that of ATen's function without the overload, or ``"leaf"`` for a module that has a rule.
-        args: arguments by name; those that depend on the input are ``Value``, all others are what they were.
-        outputs: first label and shape of each tensor that it returned.
-        floating: whether each of these holds real numbers that can change continuously.
-        dtype: of the first of them.
-        path: the modules that were running, outermost first.
-        line: file, line and source of the code that made the call.
-        inner: what a leaf computes inside.
-        inner_labels: of what it returned there.
-        changes: bounds of the arguments whose changes add up, by their ``id``: how the sum is best shared out.
-        constants: of a leaf, one for each input, once they are known.
-        norms: certified norms that are known already, by what the outputs are weighted with.
-        range: of the singular values of a convolution, if that was met on the way.
-        moves: whether it is none that computes, but a note of a call that moved numbers and may have repeated some.
-    """
-
-    op: str
-    args: dict[str, Any]
-    outputs: list[tuple[int, Shape]]
-    floating: list[bool]
-    dtype: torch.dtype
-    path: tuple[Frame, ...]
-    line: str
-    inner: list[Node] = field(default_factory=list)
-    inner_labels: list[Tensor] = field(default_factory=list)
-    changes: dict[int, float] = field(default_factory=dict)
-    constants: list[float] | None = None
-    moves: bool = False
-    norms: dict[bytes, Any] = field(default_factory=dict)
-    range: Any = None
+    @staticmethod
+    def __new__(cls, inside: Tensor) -> Traced:
+        """Wrap a value, a constant, or a functional tensor."""
+        functional = inside if torch_internals.is_functional(inside) else torch_internals.to_functional(inside)
+        made = torch_internals.without_memory(cls, functional)
+        made.functional = functional
+        return made  # type: ignore[no-any-return]
 
     @property
-    def module(self) -> nn.Module | None:
-        """The innermost module that was running."""
-        return self.path[-1].module if self.path else None
+    def inside(self) -> Tensor:
+        """What is inside now: ``Recorded`` if it depends on the input, and a plain constant otherwise."""
+        torch_internals.synchronize(self.functional)
+        return torch_internals.from_functional(self.functional)
 
-    @property
-    def name(self) -> str:
-        """Path of that module."""
-        return self.path[-1].name if self.path else ""
+    def __repr__(self) -> str:  # type: ignore[override]
+        raise NoRuleError(f"it prints values ({user_line()}), and what is printed cannot be followed")
 
-    @property
-    def values(self) -> list[Value]:
-        """The arguments that depend on the input."""
-        return [leaf for leaf in tree_leaves(list(self.args.values())) if isinstance(leaf, Value)]
-
-    @property
-    def size(self) -> int:
-        """Number of variables."""
-        return sum(_numel(shape) for _, shape in self.outputs)
-
-    @property
-    def start(self) -> int:
-        """First label."""
-        return self.outputs[0][0]
-
-    def where(self) -> str:
-        """What an error calls it."""
-        inside = f" of {class_name(self.module)} at {self.name!r}" if self.module is not None else ""
-        return f"{self.op}{inside} ({self.line})"
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        own = [kind.__name__ for kind in types if not issubclass(kind, Traced)]
+        raise NoRuleError(
+            f"{func} was called on a value of a trace outside of it, or made it a tensor of another class "
+            f"({', '.join(own) or 'Traced'}); such a model cannot be followed"
+        )
 
 
-def _numel(shape: Sequence[int]) -> int:
-    number = 1
-    for size in shape:
-        number *= size
-    return number
+class _NoEscape(TorchFunctionMode):
+    """Refuses to hand out or to replace the memory of what a pass makes, which has none."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.recorder.busy:
+            replaces = getattr(func, "__self__", None) is Tensor.data and func.__name__ == "__set__"
+            if replaces and any(isinstance(leaf, Traced | nn.Parameter) for leaf in args):
+                raise NoRuleError(
+                    f"it replaces what a tensor holds ({user_line()}), which cannot be followed; use copy_"
+                )
+            if func in _ESCAPES and isinstance(args[0], Traced):
+                raise NoRuleError(
+                    f"{func.__name__}() reads the memory of a value past torch ({user_line()}), where it cannot be "
+                    "followed"
+                )
+        return func(*args, **(kwargs or {}))
 
 
-@dataclass(eq=False)
-class Graph:
-    """What a forward pass computed.
-
-    Attributes:
-        nodes: in the order in which they ran.
-        inputs: first label and shape of each input.
-        result: what the model returned, with a ``Value`` for each tensor that depends on the input.
-        tokens: whether the input is integers, which count as one-hot vectors.
-        modules: first input and output of modules that take and return a tensor, by the number of the call.
-        steps: everything that happened, in order: all calls on values, also those that move numbers.
-        shapes: what these calls returned, without numbers.
-        writes: whether any of them writes to where a value is: what such a write reaches depends on whether the calls
-            before it copied, or not.
-    """
-
-    nodes: list[Node]
-    inputs: list[tuple[int, Shape]]
-    result: Any = None
-    tokens: bool = False
-    modules: dict[int, tuple[Value, Value]] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
-    shapes: list[Any] = field(default_factory=list)
-    writes: bool = False
-
-    @property
-    def batch(self) -> int:
-        """Samples of the batch that was traced."""
-        return self.inputs[0][1][0]
-
-    @property
-    def outputs(self) -> list[Tensor]:
-        """Labels of all that the model returned and depends on the input."""
-        return [leaf.labels for leaf in tree_leaves(self.result) if isinstance(leaf, Value)]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Everything that the model returned, constants too; of what depends on the input its labels."""
-        values = (leaf.labels if isinstance(leaf, Value) else leaf for leaf in tree_leaves(self.result))
-        return [value for value in values if isinstance(value, Tensor)]
-
-
-class Calls:
-    """Which call made a value.
-
-    Args:
-        nodes: calls, in the order in which they ran.
-    """
-
-    def __init__(self, nodes: list[Node]) -> None:
-        blocks = sorted(((node.start, node) for node in nodes if node.size), key=lambda block: block[0])
-        self._starts, self._nodes = [start for start, _ in blocks], [node for _, node in blocks]
-
-    def maker(self, label: float) -> Node | None:
-        """The call whose results have a label among them; ``None`` for an input, or a constant."""
-        at = bisect_right(self._starts, abs(label)) - 1
-        node = self._nodes[at] if at >= 0 else None
-        return node if node is not None and abs(label) < node.start + node.size else None
-
-    def makers(self, labels: Tensor) -> list[Node] | None:
-        """The calls that made values; ``None`` if some of these are inputs."""
-        left, found = labels[labels != 0].abs(), []
-        while left.numel():
-            node = self.maker(float(left[0]))
-            if node is None:
-                return None
-            found.append(node)
-            left = left[(left < node.start) | (left >= node.start + node.size)]
-        return found
-
-    def whole(self, labels: Tensor) -> Node | None:
-        """The call whose first result values are: all of it and in its order, in whatever shape."""
-        node = self.maker(float(labels.reshape(-1)[0])) if labels.numel() else None
-        if node is None or _numel(node.outputs[0][1]) != labels.numel():
-            return None
-        expected = torch.arange(node.start, node.start + labels.numel(), dtype=torch.float64)
-        return node if torch.equal(labels.reshape(-1), expected) else None
-
-
-def _copied(constant: Tensor) -> Tensor:
-    """A copy with the same strides: what torch calls next may depend on these."""
-    copied = constant.clone()
-    if not has_memory(constant) or copied.stride() == constant.stride() or not constant.numel():
-        return copied
-    reach = 1 + sum((n - 1) * step for n, step in zip(constant.shape, constant.stride(), strict=True))
-    return constant.as_strided((reach,), (1,)).clone().as_strided(constant.shape, constant.stride(), 0)
-
-
-class Tracer(Shadow):
-    """Makes the graph of a model: the payload is labels.
+class Tracer(TorchDispatchMode):
+    """Makes the graph of a model.
 
     Args:
         model: what to trace.
-        dtype: of its inputs.
         is_leaf: whether a module is kept as one node.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, is_leaf: Callable[[nn.Module], bool]) -> None:
-        super().__init__(model, dtype, is_leaf)
-        self.nodes: list[Node] = []
-        self.modules: dict[int, tuple[Value, Value]] = {}
-        self.steps: list[Step] = []
-        self.known_shapes: list[Any] = []
-        self.inputs_end = 0
-        self._next = 1
-        self._constants: dict[Any, Tensor] = {}
+    def __init__(self, model: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> None:
+        super().__init__()
+        self.model, self.is_leaf = model, is_leaf
+        self.around = autocast_dtype(input_like(model))
+        self.recorder = Recorder(input_like(model).dtype, self.around is not None)
+        self.names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
+        self.calls = 0  # of modules, so far
+        self.given: list[Shape] = []  # shapes of the inputs of the last of them
+        self.recording = False
+        self._inputs: frozenset[int] = frozenset()  # addresses, in the first run
+        self._made: dict[int, Tensor] = {}  # by address: what the first run made, kept alive
 
-    def trace(self, shapes: Any, device: torch.device, batch: int, tokens: bool) -> Graph:
-        """Run the model on a batch of inputs of these shapes (a list for several, a dictionary for named ones)."""
-        inputs: list[tuple[int, Shape]] = []
+    def trace(self, given: Any, tokens: bool) -> Graph:
+        """Run the model on inputs (a list, or a dictionary by name): first as it is, then on values.
 
-        def made(shape: Shape) -> Traced:
-            labels, start = self._new((batch, *shape))
-            inputs.append((start, (batch, *shape)))
-            return self.noted(Traced(labels, torch.int64 if tokens else self.dtype, device))
+        The first run fills all caches with plain tensors, and raises torch's own errors.
+        """
+        with parametrize.cached():
+            inputs = tree_map(torch.clone, given)
+            self._made = {_address(tensor): tensor for tensor in tree_leaves(inputs)}
+            self._inputs = frozenset(self._made)
+            self._run(inputs)
+            self.recording, self._made, self.calls = True, {}, 0
+            result = self._run(tree_map(lambda leaf: Traced(self.recorder.new_input(leaf)), given))
+        inside = tree_map(lambda leaf: leaf.inside if isinstance(leaf, Traced) else leaf, plain_structure(result))
+        return self.recorder.graph(inside, tokens)
 
-        args = [made(shape) for shape in shapes] if isinstance(shapes, list) else []
-        kwargs = {name: made(shape) for name, shape in shapes.items()} if isinstance(shapes, dict) else {}
-        self.inputs_end = self._next
+    def _run(self, inputs: Any) -> Any:
+        with ExitStack() as stack:
+            if "torch._dynamo" in sys.modules:  # nothing is compiled before that is imported, which takes seconds
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            for context in (torch.no_grad(), _watching(self), _NoEscape(self.recorder)):
+                stack.enter_context(context)
+            try:
+                with self:
+                    return self.model(**inputs) if isinstance(inputs, dict) else self.model(*inputs)
+            except (NoRuleError, TakesTokens):
+                raise
+            except Exception as error:
+                path = self.recorder.path
+                name, module, _ = path[-1] if path else Frame("model", self.model, 0)
+                where, shapes = f"{class_name(module)} at {name!r}", ", ".join(map(str, self.given))
+                if self.recording:
+                    raise NoRuleError(f"{where} cannot be followed ({user_line(error)}): {error}") from error
+                wrong = misfit(module, self.given)
+                how = f"does not accept an input of shape {shapes} (without the batch): {wrong}"
+                fails = f"fails on an input of shape {shapes} (without the batch): {error!r}"
+                raise ValueError(f"{where} {how if wrong else fails}") from error
 
-        result = run(self, args, kwargs)
-        values = tree_map(self._value, self.step("return", plain_structure(result)))
-        return Graph(self.nodes, inputs, values, tokens, self.modules, self.steps, self.known_shapes, self.writes)
+    # -- every call of the pass
 
-    def step(self, name: str, args: Any) -> Any:
-        """Take note of a step; returns its arguments with constants as they are now."""
-        as_now = mapped(self._as_now, args)
-        places = mapped(lambda leaf: leaf if (p := self.payload(leaf)) is None else self.place(p, leaf.dtype), as_now)
-        self.steps.append(Step(name, places, user_line()))
-        return as_now
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.recorder.busy:
+            return func(*args, **(kwargs or {}))
+        self.recorder.busy = True
+        try:
+            return self._called(func, args, kwargs or {})
+        finally:
+            self.recorder.busy = False
 
-    def _as_now(self, leaf: Any) -> Any:
-        """A constant as it is now, since it may be written to later; everything else as it is."""
-        if not isinstance(leaf, Tensor) or self.payload(leaf) is not None:
-            return leaf
-        plain = leaf.detach()
-        place = (address(plain), plain.storage_offset()) if has_memory(plain) else id(leaf)
-        key = place, plain.dtype, plain.shape, plain.stride()
-        if (known := self._constants.get(key)) is None or not same_numbers(known, plain):
-            known = self._constants[key] = _copied(plain)
-        return known
-
-    def shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What torch says, which is kept."""
-        self.known_shapes.append(self.torchs_shapes(func, args, kwargs))
-        return self.known_shapes[-1]
-
-    def _value(self, leaf: Any) -> Any:
-        """The labels of a tensor as they are now; everything else as it is."""
-        if (payload := self.payload(leaf)) is None:
-            return leaf
-        if bool(payload.isnan().any()):
-            raise NoRuleError(
-                f"it uses memory that nothing was written into ({user_line()}): it is not a fixed function"
-            )
-        return Value(payload.clone())
-
-    def lifted(self, constant: Tensor) -> Tensor:
-        """Constants have the label 0."""
-        return torch.zeros(constant.shape, dtype=torch.float64)
-
-    def number(self, value: Any) -> Any:
-        """As any constant."""
-        return 0.0
-
-    def _new(self, shape: Shape) -> tuple[Tensor, int]:
-        start, self._next = self._next, self._next + _numel(shape)
-        return torch.arange(start, self._next, dtype=torch.float64).view(shape), start
-
-    def _is_input(self, labels: Tensor) -> bool:
-        sizes = labels.abs()
-        return bool(((sizes > 0) & (sizes < self.inputs_end)).all())
-
-    def _check_cast(self, value: Tensor, dtype: torch.dtype) -> None:
-        integers = not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
-        payload = self.payload(value)
-        if payload is not None and self._is_input(payload):
-            if integers and value.is_floating_point():
-                raise TakesTokens
-            if integers:
-                return
-            if not value.is_floating_point():
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        op, (is_composite, written_names) = name_of(func), _about(func)
+        if is_composite:  # seen whole in inference mode; its parts are what has rules
+            self.recorder.busy = False
+            with self:
+                return func.decompose(*args, **kwargs)
+        if op in ("rrelu_with_noise", "rrelu_with_noise_") and not _named(func, args, kwargs).get("training"):
+            named = _named(func, args, kwargs)
+            mean = (named.get("lower", 1 / 8) + named.get("upper", 1 / 3)) / 2
+            func = torch.ops.aten.leaky_relu_.default if op[-1] == "_" else torch.ops.aten.leaky_relu.default
+            return self._called(func, (args[0], mean), {})  # in eval mode torch computes just this
+        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in op:
+            raise NoRuleError(f"it draws random numbers ({func}, {user_line()}): it is not a fixed function")
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        written: list[Any] = []
+        if written_names:
+            named = _named(func, args, kwargs)
+            given = [leaf for name in written_names for leaf in tree_leaves(named.get(name))]
+            written = [leaf for leaf in given if isinstance(leaf, Tensor)]
+            for tensor in written:
+                if not isinstance(tensor, Traced) and _address(tensor) not in self._made:
+                    raise NoRuleError(self._writes_into(tensor))
+        if not self.recording:
+            self._refuse_tokens(op, args, kwargs)
+        if not any(isinstance(tensor, Traced) for tensor in tensors):
+            known = {_address(tensor) for tensor in tensors}
+            return tree_map(lambda leaf: self._own(op, leaf, known), func(*args, **kwargs))
+        for tensor in tensors:
+            if not isinstance(tensor, Traced) and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
                 raise NoRuleError(
-                    f"tokens that do not go to an embedding have no Lipschitz constant ({user_line()}), and numbers "
-                    "that are rounded to integers jump"
+                    f"a weight is a {type(tensor).__name__}, which decides by itself what torch computes with it "
+                    f"({user_line()}); make it a plain tensor first"
                 )
-        super()._check_cast(value, dtype)
+        if not written:
+            return tree_map(
+                lambda leaf: Traced(leaf) if isinstance(leaf, Tensor) else leaf, _functional(func, args, kwargs)
+            )
+        return self._written(op, func, args, kwargs, written)
 
-    def _fresh(self, op: str, func: Any, args: Any, kwargs: Any) -> Any:
-        if op == "embedding" and (indices := self.payload(args[1])) is not None and args[1].is_floating_point():
-            if self._is_input(indices):
-                raise TakesTokens
+    def _written(self, op: str, func: Any, args: Any, kwargs: Any, written: list[Any]) -> Any:
+        """A call in place."""
+        if len(written) > 1 or not args or written[0] is not args[0] or not op.endswith("_"):
+            raise NoRuleError(f"{func} writes into out=..., which has no rule ({user_line()}); leave out= away")
+        if torch.Tag.inplace_view in func.tags and not (op == "as_strided_" and _same_place(*args)):
+            raise NoRuleError(
+                f"{op} changes a shape in place ({user_line()}), which cannot be followed; use {op[:-1]} (torch's "
+                "recurrent layers and vmap do this: write a loop of cells, or calls on the batch)"
+            )
+        target: Any = written[0]
+        for source in tree_leaves((args[1:], kwargs)):
+            if isinstance(source, Traced) and source.is_floating_point() and isinstance(source.inside, Recorded):
+                self.recorder.check_cast(source, target.dtype)
+        _functional(func, args, kwargs)
+        if layout(target.inside) != layout(target):
+            raise NoRuleError(
+                f"it writes into a value ({op}, {user_line()}) in a way that changes its layout in memory here, so "
+                "that later writes may reach other values; write into a clone()"
+            )
+        return target
+
+    def _own(self, op: str, made: Any, known: set[int]) -> Any:
+        """A new constant, that values may be written into; other names of what was there stay what they are."""
+        if not isinstance(made, Tensor) or _address(made) < 0 or _address(made) in known:
+            return made
+        if not self.recording:
+            self._made[_address(made)] = made
+            return made
+        if "empty" in op and made.is_floating_point():
+            made.fill_(math.nan)  # nobody may read what nothing was written into
+        return Traced(made)
+
+    def _writes_into(self, tensor: Tensor) -> str:
+        owners = (
+            f"{path}.{name}" if path else name
+            for path, module in self.model.named_modules()
+            for name, value in {**module.__dict__, **module._buffers, **module._parameters}.items()
+            if isinstance(value, Tensor) and _address(value) == _address(tensor)
+        )
+        found = next(owners, None)
+        owner = f"its tensor {found!r}" if found else "a tensor that it did not make in this pass"
+        return (
+            f"the forward pass writes into {owner} ({user_line()}), so that it is not a fixed function; call "
+            "model.eval(), and fix weights that are iterated on: torch.nn.utils.parametrize.remove_parametrizations("
+            "module, 'weight')"
+        )
+
+    def _refuse_tokens(self, op: str, args: Any, kwargs: Any) -> None:
+        """Notice in the first run that the input should have been tokens."""
+        looked_up = args[1] if op == "embedding" else args[0] if op == "_to_copy" else None
+        if looked_up is None or not looked_up.is_floating_point():
+            return
+        dtype = kwargs.get("dtype") or looked_up.dtype
+        integers = op == "embedding" or not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+        if integers and _address(looked_up) in self._inputs:
+            raise TakesTokens
+        if op == "embedding":
             raise NoRuleError(
                 f"an embedding takes tokens, not values that were computed ({user_line()}): it jumps from one to the "
                 "next, and has a Lipschitz constant only as the first layer"
             )
-        return super()._fresh(op, func, args, kwargs)
 
-    def compute(self, op: str, func: Any, args: Any, kwargs: Any, like: Any) -> Any:
-        """A new node."""
-        names = [argument.name for argument in func._schema.arguments]
-        bound = dict(zip(names, args, strict=False)) | kwargs
-
-        depending = [leaf for leaf in tree_leaves(list(bound.values())) if self.payload(leaf) is not None]
-        jumping = any(not leaf.is_floating_point() for leaf in depending)
-        if jumping and not self.inside and op not in ("embedding", "where"):
-            raise NoRuleError(
-                f"{op} of integers or conditions that depend on the input ({user_line()}): they jump. Tokens have a "
-                "Lipschitz constant only as what an embedding takes; whether the pieces of a function fit each other "
-                "where a condition changes cannot be told from rounded numbers: write it with torch.where of what is "
-                "compared, torch.maximum, torch.minimum or clamp, or register its constant with "
-                "@trysquare.lipschitz.rule"
-            )
-        node = self._node(op, {name: tree_map(self._value, given) for name, given in bound.items()}, like)
-        return paired(lambda part, _: part, self._payloads(node, like), like)
-
-    def _node(self, op: str, args: dict[str, Any], like: Any) -> Node:
-        tensors = [leaf for leaf in tree_leaves(like) if isinstance(leaf, Tensor)]
-        outputs = []
-        for tensor in tensors:
-            outputs.append((self._next, tuple(tensor.shape)))
-            self._next += tensor.numel()
-        floating = [tensor.is_floating_point() for tensor in tensors]
-        dtype = tensors[0].dtype if tensors else self.dtype
-        node = Node(op, args, outputs, floating, dtype, tuple(self.path), user_line())
-        self.nodes.append(node)
-        return node
-
-    def move(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Move labels; calls that may repeat some are kept in mind, for those who read an audit."""
-        made = super().move(func, args, kwargs)
-        op = func._schema.name.split("::")[-1].removesuffix("_")
-        if op in _REPEATING and isinstance(made, Tensor):
-            first = next(p for leaf in tree_leaves(args) if (p := self.payload(leaf)) is not None)
-            self._note_move(op, first, made)
-        return made
-
-    def _note_move(self, op: str, before: Tensor, after: Tensor) -> None:
-        args = {"input": Value(before.clone()), "output": Value(after.clone())}
-        self.nodes.append(Node(op, args, [], [], self.dtype, tuple(self.path), user_line(), moves=True))
-
-    @staticmethod
-    def _payloads(node: Node, like: Any) -> Any:
-        """Labels of the results."""
-        made = []
-        tensors = (leaf for leaf in leaves_of(like) if isinstance(leaf, Tensor))
-        for (start, shape), tensor in zip(node.outputs, tensors, strict=True):
-            labels = torch.arange(start, start + _numel(shape), dtype=torch.float64).view(shape)
-            made.append(laid_out(labels, tensor))
-        return made[0] if len(made) == 1 else made
+    # -- modules
 
     def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call a module; one that has a rule becomes a node, with what it computes inside of that."""
-        if not self.keeps_whole(module, args, kwargs):
-            before, inputs = len(self.nodes), [p.clone() for arg in args[:1] if (p := self.payload(arg)) is not None]
-            result = super().call_module(module, args, kwargs)
-            made = self.payload(result)
-            if inputs and made is not None:
-                if before == len(self.nodes):
-                    self._note_move("move", inputs[0], made)
-                self.modules[self.path[-1].call] = Value(inputs[0]), Value(made.clone())
+        if not self.recording:
+            return _call(module, *args, **kwargs)
+        recorder, inputs = self.recorder, [self._value(arg) for arg in args]
+        before, start = recorder.nodes, len(recorder.nodes)
+        values = [value for value in inputs if value is not None]
+        is_whole = not kwargs and bool(values) and len(values) == len(inputs) and self.is_leaf(module)
+        # Not where autocast, or a mode that changes what torch's functions do, is on around this call alone.
+        is_whole = is_whole and autocast_dtype(args[0]) == self.around and torch_internals.function_modes() == 1
+        if not is_whole:
+            result = _call(module, *args, **kwargs)
+            made = self._value(result)
+            if inputs and inputs[0] is not None and made is not None:
+                if start == len(recorder.nodes):
+                    recorder.note_move("move", inputs[0], made)
+                recorder.modules[recorder.path[-1].call] = Value(inputs[0].labels), Value(made.labels)
             return result
-        self.step("module", [self.path[-1].name, *args])
-        values = [Value(arg_payload.clone()) for arg in args if (arg_payload := self.payload(arg)) is not None]
-        outer, self.nodes = self.nodes, []
-        self.inside += 1
-        result = super().call_module(module, args, kwargs)
-        self.inside -= 1
-        inner, self.nodes = self.nodes, outer
-        if not isinstance(result, Traced):
+        label, recorder.nodes = recorder.next_label, []
+        recorder.inside += 1
+        result = _call(module, *args, **kwargs)
+        recorder.inside -= 1
+        inner, recorder.nodes = recorder.nodes, before
+        made = self._value(result)
+        if made is None:
             raise NoRuleError(
                 f"{class_name(module)} has a Lipschitz rule and returns {type(result).__name__}: a rule is about one "
                 "tensor that depends on the input"
             )
-        shared = {value.untyped_storage()._cdata for arg in args if (value := self.payload(arg)) is not None}
-        if result.payload.untyped_storage()._cdata in shared:  # what it returns is a part of what it was given
-            self.nodes += inner
-            return result
-        shapes = [tuple(arg.shape) for arg in args]
-        node = self._node("leaf", {"inputs": values, "shapes": shapes, "dtype": args[0].dtype}, result)
-        node.inner, node.inner_labels = inner, [result.payload.clone()]
-        self.step("end of module", [result])
-        return self.noted(Traced(self._payloads(node, result), result.dtype, result.device))
+        recorder.busy = True
+        if bool(((made.labels.abs() < label) & (made.labels != 0)).any()):  # it returns a part of what it was given
+            recorder.nodes += inner
+        else:
+            result = Traced(recorder.leaf(values, made, inner))
+        recorder.busy = False
+        return result
+
+    def _value(self, tensor: Any) -> Recorded | None:
+        """What is inside of an argument or result, if it depends on the input."""
+        before, self.recorder.busy = self.recorder.busy, True
+        inside = tensor.inside if isinstance(tensor, Traced) else None
+        self.recorder.busy = before
+        return inside if isinstance(inside, Recorded) else None
+
+
+def _functional(func: Any, args: Any, kwargs: Any) -> Any:
+    """A call by torch's functionalization, on functional tensors."""
+    inside = tree_map(lambda leaf: leaf.functional if isinstance(leaf, Traced) else leaf, (args, kwargs))
+    return torch_internals.functionalized(func, *inside)
+
+
+@cache
+def _about(func: Any) -> tuple[bool, list[str]]:
+    """Whether a function is made of others, and the arguments that it writes to."""
+    return torch_internals.is_composite(func), [
+        a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    ]
+
+
+def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+
+
+def _address(tensor: Tensor) -> int:
+    """Where the memory of a tensor is; -1 of one that has none, which no pass is known to have made."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse ones, and wrappers
+        return -1
+
+
+def _same_place(tensor: Tensor, size: Any, stride: Any, offset: Any = None) -> bool:
+    """Whether another size and stride read the same numbers in the same order."""
+    strides = zip(tensor.shape, tensor.stride(), stride, strict=False)
+    same = list(size) == list(tensor.shape) and all(old == new for n, old, new in strides if n > 1)
+    return same and offset in (None, tensor.storage_offset())
+
+
+def plain_structure(result: Any) -> Any:
+    """Named tuples, data classes and the like of a model as dictionaries and lists that ``tree_map`` knows."""
+    if isinstance(result, Tensor | int | float | bool | str) or result is None:
+        return result
+    if isinstance(result, dict) or hasattr(result, "items"):
+        return {str(name): plain_structure(part) for name, part in result.items()}
+    if isinstance(result, list | tuple):
+        return [plain_structure(part) for part in result]
+    if hasattr(result, "__dataclass_fields__"):
+        return {name: plain_structure(getattr(result, name)) for name in result.__dataclass_fields__}
+    raise NoRuleError(f"the model returns a {type(result).__name__}, in which tensors cannot be found; return tensors")
+
+
+# The modules that a model calls are seen by a wrapper around ``nn.Module.__call__``, which is there only while
+# something is traced and does nothing in other threads.
+_TORCHS_CALL = nn.Module.__call__
+_call = _TORCHS_CALL
+_ACTIVE = threading.local()
+_LOCK = threading.Lock()
+_running = 0
+
+
+def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    tracer: Tracer | None = getattr(_ACTIVE, "tracer", None)
+    if tracer is None:
+        return _call(module, *args, **kwargs)
+    # Left in place by an exception, so that the error can name the module.
+    tracer.calls += 1
+    tracer.given = [tuple(arg.shape[1:]) for arg in args if isinstance(arg, Tensor)]
+    name = tracer.names.get(id(module), type(module).__name__) or "model"
+    tracer.recorder.path.append(Frame(name, module, tracer.calls))
+    result = tracer.call_module(module, args, kwargs)
+    tracer.recorder.path.pop()
+    return result
+
+
+def calls_are_torchs_own() -> bool:
+    """Whether nobody else has put something around the calls of all modules."""
+    return _call is _TORCHS_CALL and nn.Module.__call__ in (_TORCHS_CALL, _watched_call)
+
+
+@contextmanager
+def _watching(tracer: Tracer) -> Iterator[None]:
+    global _running, _call
+    with _LOCK:
+        if not _running:
+            _call = nn.Module.__call__
+        _running += 1
+        nn.Module.__call__ = _watched_call  # type: ignore[method-assign]
+    before = getattr(_ACTIVE, "tracer", None)
+    _ACTIVE.tracer = tracer
+    try:
+        yield
+    finally:
+        _ACTIVE.tracer = before
+        with _LOCK:
+            _running -= 1
+            if not _running:
+                nn.Module.__call__ = _call  # type: ignore[method-assign]

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.progress import track
+from trysquare.verify.lipschitz.graph import Graph, Node, NoRuleError
 from trysquare.verify.lipschitz.leaves import leaf_terms, leaf_weights
 from trysquare.verify.lipschitz.patterns import recognised
 from trysquare.verify.lipschitz.rules import RULES, Rule, Weights, no_rule, way_out
-from trysquare.verify.lipschitz.shadow import NoRuleError
-from trysquare.verify.lipschitz.trace import Graph, Node
 
 _LEAF = Rule(leaf_weights, terms=leaf_terms)
 _INPUT = -1
