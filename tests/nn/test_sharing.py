@@ -305,6 +305,8 @@ def check_refusals(rank, size):
     with torch.no_grad(), ts.built(model, dist.group.WORLD):
         model(torch.ones(1, 4))
     assert all(p.grad is None for p in model[0].free_tensors)
+    with ts.built(nn.Identity(), dist.group.WORLD):
+        pass
     # A part of the processes.
     pair = dist.new_group([0, 1])
     model.zero_grad()

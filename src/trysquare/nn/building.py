@@ -237,19 +237,18 @@ class _Block:
 
     def _average(self, ranks: Ranks, shared: dict[_Weight, int]) -> None:
         """Take the means of the gradients over all ranks to the free tensors, and to all other parameters."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if not parameters:
+            return
         owners = {tensor: owner for weight, owner in shared.items() for tensor in weight.free}
         wrapped = isinstance(self.model, DistributedDataParallel)
         # Of free tensors, what compiled parts have found, and what was there before, which is equal on all ranks.
-        others = [
-            p
-            for p in self.model.parameters()
-            if p.requires_grad and not wrapped and not (self.owner_only and p in owners)
-        ]
+        others = [p for p in parameters if not wrapped and not (self.owner_only and p in owners)]
         astray = self.owner_only and any(
             tensor.grad is not None and owner != ranks.rank for tensor, owner in owners.items()
         )
         flags = [astray, *(w.gathered is not None for w in shared), *(p.grad is not None for p in others)]
-        astray, *flags = ranks.any(flags, next(self.model.parameters()).device)
+        astray, *flags = ranks.any(flags, parameters[0].device)
         if astray:
             raise RuntimeError(
                 "with owner_only=True free tensors have gradients on ranks that do not own them: from an earlier step "
