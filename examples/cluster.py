@@ -65,7 +65,7 @@ def main() -> None:
         torch.manual_seed(1000 * step + rank)  # other images in each process
         images, labels = (tensor.to(device) for tensor in synthetic(arguments.batch))
         optimizer.zero_grad()
-        with ts.built(model, group, owner_only=arguments.owner_only and group is not None):
+        with ts.built(model, group, owner_only=arguments.owner_only):
             for part, classes in zip(
                 images.chunk(arguments.accumulate), labels.chunk(arguments.accumulate), strict=True
             ):

@@ -173,8 +173,9 @@ def check_owner_only(rank, size):
     trained(model, range(3), context, share, optimizer)
     with pytest.raises(RuntimeError, match=r"call ts.synchronize\(model\) on all ranks"):
         model(batch())
-    with pytest.raises(RuntimeError, match=r"call ts.synchronize\(model\) on all ranks"):
-        model.state_dict()
+    for use in (model.state_dict, lambda: copy.deepcopy(model)):
+        with pytest.raises(RuntimeError, match=r"call ts.synchronize\(model\) on all ranks"):
+            use()
     with pytest.raises(RuntimeError, match=r"call ts.synchronize\(model\)"), ts.built(model):
         pass
     with pytest.raises(RuntimeError, match=r"call ts.synchronize\(model\)"), ts.built(model, dist.group.WORLD):
@@ -307,6 +308,8 @@ def check_refusals(rank, size):
     assert all(p.grad is None for p in model[0].free_tensors)
     with ts.built(nn.Identity(), dist.group.WORLD):
         pass
+    with pytest.raises(RuntimeError, match="leave it first"), ts.built(model), ts.built(model, dist.group.WORLD):
+        pass
     # A part of the processes.
     pair = dist.new_group([0, 1])
     model.zero_grad()
@@ -314,6 +317,21 @@ def check_refusals(rank, size):
         with ts.built(model, pair):
             model(torch.full((1, 4), rank + 1.0)).sum().backward()
         torch.testing.assert_close(model[0].bias.grad, torch.ones(4))
+
+
+def check_tied(rank, size):
+    """Layers that share a free tensor, but not the parametrization, in bfloat16 without a bias."""
+    grads = []
+    for group in (None, dist.group.WORLD):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(ts.OrthoLinear(64, 64, bias=False) for _ in range(4))).bfloat16()
+        for layer in (model[1], model[3]):
+            layer.parametrizations["weight"].original0 = model[0].free_tensors[0]
+        with ts.built(model, group):
+            for layer in model:
+                (layer.weight.float() * torch.arange(64.0)).sin().sum().backward()
+        grads.append(gradients(model))
+    close(grads[1], grads[0], 1e-2)
 
 
 def check_compiled(rank, size):

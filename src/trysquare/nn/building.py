@@ -63,15 +63,16 @@ def built(model: nn.Module, group: Any = None, *, owner_only: bool = False) -> I
         model: any module that holds layers of this library.
         group: processes that share the construction, such as ``torch.distributed.group.WORLD``, which is ``None`` where
             ``torch.distributed`` is not initialised; ``None`` is this process alone.
-        owner_only: leave gradients of free tensors at the rank that built their weight, so that there is no optimizer
-            state for them elsewhere. Call ``ts.synchronize`` before the model is evaluated or saved, and clip by
-            ``ts.gradient_norm``.
+        owner_only: leave gradients of free tensors at the rank of the group that built their weight, so that there is
+            no optimizer state for them elsewhere. Call ``ts.synchronize`` before the model is evaluated or saved, and
+            clip by ``ts.gradient_norm``.
 
     Raises:
         TypeError: if ``model`` is no module, or ``group`` no process group.
         ValueError: if the processes have different models, or this model's gradients are exchanged by something that
             cannot work within the context.
-        RuntimeError: if a free tensor is changed in place within the context, at its next use or at the exit.
+        RuntimeError: if a free tensor is changed in place within the context, at its next use or at the exit; or if
+            processes cannot share what happens here, with the reason.
 
     >>> model = nn.Sequential(OrthoConv2d(3, 8, 3), ts.MaxMin(), nn.Flatten(), OrthoLinear(8 * 64, 10))
     >>> images, labels = torch.randn(8, 3, 8, 8), torch.arange(8)
@@ -117,10 +118,14 @@ class _Block:
         self.weights: dict[tuple[WeightCache, Any], _Weight] = {}
         self.model, self.ranks, self.owner_only = model, ranks, owner_only
         self.differentiable = torch.is_grad_enabled()
+        self.stand_ins: dict[Tensor, Tensor] = {}  # of free tensors, in the graphs of what this rank builds for all
         managed = managed_by_fsdp(model)
         if managed and ranks is not None:
             raise ValueError("fully_shard exchanges gradients by itself: use it without ts.built(model, group)")
         if ranks is not None:
+            open_ones = (part.block for part in model.modules() if isinstance(part, Caching))
+            if any(isinstance(block, _Block) and block.ranks is None for block in open_ones):
+                raise RuntimeError("ts.built(model) without a group is open for parts of this model: leave it first")
             ranks.meet(model)
         self.parts = [
             part
@@ -162,14 +167,19 @@ class _Block:
         frees: list[list[Any]] = [list(part.slots.values()) for part in alike]
         wanted, shared = _wanted(frees[0]), alike[0] in self.owners
         # Hooks of free tensors are for the mean that arrives in the end, not for what this rank finds on the way.
-        sources = [[t.detach().requires_grad_(t.requires_grad) for t in free] for free in frees] if shared else frees
+        sources = [[self._stand_in(tensor) for tensor in free] for free in frees] if shared else frees
         with _as_for_training(wanted):
             made = _built_together(alike, sources)
-        for part, free, source, exact in zip(alike, frees, sources, made, strict=True):
+        for part, free, exact in zip(alike, frees, made, strict=True):
             if wanted:
-                self.weights[part.cache, None] = _Weight(self, exact, free, partial(part.built, free), source)
+                self.weights[part.cache, None] = _Weight(self, exact, free, partial(part.built, free))
             else:
                 part.cache.store(exact, part.slots, part.slots)
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        if tensor not in self.stand_ins:
+            self.stand_ins[tensor] = tensor.detach().requires_grad_(tensor.requires_grad)
+        return self.stand_ins[tensor]
 
     def _exchange(self) -> None:
         """Hand the weights that this rank has built to the others, and take theirs."""
@@ -267,13 +277,14 @@ class _Block:
         own = [(w, total) for (w, owner), total in zip(pairs, sums, strict=True) if owner == ranks.rank]
         found: dict[Tensor, Tensor] = {}
         if own:
-            targets = {t: s for w, _ in own for t, s in zip(w.free, w.sources, strict=True) if t.requires_grad}
+            targets = {tensor: self.stand_ins[tensor] for w, _ in own for tensor in w.free if tensor.requires_grad}
             exact, grads = [w.exact for w, _ in own], [total.div_(ranks.size).to(w.exact.dtype) for w, total in own]
             crossed = torch.autograd.grad(exact, list(targets.values()), grads, materialize_grads=True)
             found = dict(zip(targets, crossed, strict=True))
         if not self.owner_only:
-            wanted = [(tensor, owner) for weight, owner in pairs for tensor in weight.free if tensor.requires_grad]
-            mine = [found.get(tensor, tensor.detach()) for tensor, _ in wanted]
+            trained = ((tensor, owner) for weight, owner in pairs for tensor in weight.free if tensor.requires_grad)
+            wanted = list(dict.fromkeys(trained))
+            mine = [found[tensor] if owner == ranks.rank else tensor.detach() for tensor, owner in wanted]
             given = ranks.broadcast(mine, [owner for _, owner in wanted])
             found = {}
             for (tensor, _), grad in zip(wanted, given, strict=True):
@@ -284,8 +295,9 @@ class _Block:
     def forget(self) -> None:
         """Let go of the weights: passes that were not differentiated hold on to what hands them out."""
         for weight in self.weights.values():
-            del weight.exact, weight.handed, weight.sources
+            del weight.exact, weight.handed
         self.weights.clear()
+        self.stand_ins.clear()
 
 
 class _Weight:
@@ -296,18 +308,10 @@ class _Weight:
         exact: the weight, with the graph of its construction.
         free: what it was built from.
         build: builds it again.
-        sources: what stands for the free tensors in the graph of its construction, if it is shared.
     """
 
-    def __init__(
-        self,
-        block: _Block,
-        exact: Tensor,
-        free: Sequence[Tensor],
-        build: Callable[[], Tensor],
-        sources: Sequence[Tensor] = (),
-    ) -> None:
-        self.block, self.exact, self.free, self.build, self.sources = block, exact, free, build, sources
+    def __init__(self, block: _Block, exact: Tensor, free: Sequence[Tensor], build: Callable[[], Tensor]) -> None:
+        self.block, self.exact, self.free, self.build = block, exact, free, build
         self.states = [state_of(tensor) for tensor in free]
         self.gathered: Tensor | None = None
         # A pass runs the hooks of all leaves that it reaches, also without a gradient: those of users, and DDP's.

@@ -84,6 +84,8 @@ class Ranks:
         under_way = []
         for (owner, _, _), numbers in bundles.items():
             flat = torch.cat([tensors[number].reshape(-1) for number in numbers])
+            if not flat.numel():
+                continue
             source = dist.get_global_rank(self.group, owner)
             under_way.append((numbers, flat, move(flat, source, group=self.group, async_op=True)))
         moved = list(tensors)
@@ -183,6 +185,10 @@ class Elsewhere:
             f"{self.owner} of the group only: call ts.synchronize(model) on all ranks before the layer is used or "
             "saved outside of such a block, or is frozen"
         )
+
+    def __reduce__(self) -> Any:
+        """Refuse copies of the layer too, which would not know of this."""
+        self.refuse()
 
     def end(self, part: Caching) -> None:
         """Take this off."""
