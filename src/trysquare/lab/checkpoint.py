@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from trysquare.files import LARGEST_MODEL, read_file, write_whole
 from trysquare.lab.pickles import read_archive
 from trysquare.naming import shown
+from trysquare.nn.parametrizations.base import gathered
 
 REGISTRY = "trysquare.models:build"
 """The factory that a file may name and have called: it makes the models of ``trysquare.models``."""
@@ -42,7 +43,7 @@ def save_checkpoint(
     """Write a model so that ``load_model`` can make it again.
 
     The file is replaced in one step: an interrupted write leaves the old one. ``safetensors.torch.load_file`` reads the
-    weights.
+    weights. All ranks must call it for a model that ``fully_shard`` has spread over them; the file holds the whole.
 
     Args:
         path: file to write.
@@ -63,7 +64,8 @@ def save_checkpoint(
     for key, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{key} of the model is {type(value).__name__}, and a checkpoint holds tensors alone")
-        tensors[key] = value.detach().cpu().contiguous().clone()  # tied weights share memory, which the format refuses
+        whole = gathered(value.detach())
+        tensors[key] = whole.cpu().contiguous().clone()  # tied weights share memory, which the format refuses
     try:
         described = json.dumps(_encoded(dict(arguments or {})), sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:

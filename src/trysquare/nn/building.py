@@ -6,6 +6,9 @@ Without a block every use of a weight builds it anew, and every backward pass cr
   Fourier layers, whose weight depends on the image, and of methods that do not batch) at their first use;
 * the graph of a forward pass ends at the built weights, where the gradients of all backward passes gather;
 * leaving the block takes the sums from there to the free tensors, once.
+
+``with ts.built(model, group)`` shares this job between processes: each builds its share of the weights and hands it to
+the others, and takes the mean of their gradients back to the free tensors.
 """
 
 from __future__ import annotations
@@ -20,10 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 from trysquare import torch_internals
 from trysquare.nn.linalg.precision import at_least_float32, protected
 from trysquare.nn.parametrizations.base import Caching, Parametrization, WeightCache, plainly_laid_out, state_of
+from trysquare.nn.sharing import Elsewhere, Ranks, managed_by_fsdp, shares
 
 __all__ = ["built"]
 
@@ -32,7 +37,7 @@ _LARGEST_IN_A_BATCH = 128
 
 
 @contextmanager
-def built(model: nn.Module) -> Iterator[None]:
+def built(model: nn.Module, group: Any = None, *, owner_only: bool = False) -> Iterator[None]:
     """Build the weights of all layers of a model once, for all passes in this context.
 
     Weights and gradients are what they are without it, to rounding. Leaving the context adds the gradients to those of
@@ -46,12 +51,28 @@ def built(model: nn.Module) -> Iterator[None]:
 
     Compiled parts of a model build their weights in their own graph, as they do without a context.
 
+    With a ``group`` this is a whole step of data-parallel training, without ``DistributedDataParallel``. At its first
+    context for a model the group starts from the parameters and buffers of its rank 0. Then each context shares the
+    construction: every rank builds some of the layers (methods that are not built at once are built by each), and all
+    have the same weights, bit for bit. At the exit all gradients of the model are averaged, and every rank has those of
+    all parameters; ``None`` where no rank has one. All ranks must enter and leave together. Without gradients
+    (``torch.no_grad()``) and for frozen layers nothing is shared. ``DistributedDataParallel`` around the model does no
+    harm (``no_sync`` included, without ``find_unused_parameters``), but sends gradients once more.
+
     Args:
         model: any module that holds layers of this library.
+        group: processes that share the construction, such as ``torch.distributed.group.WORLD``, which is ``None`` where
+            ``torch.distributed`` is not initialised; ``None`` is this process alone.
+        owner_only: leave gradients of free tensors at the rank of the group that built their weight, so that there is
+            no optimizer state for them elsewhere. Call ``ts.synchronize`` before the model is evaluated or saved, and
+            clip by ``ts.gradient_norm``.
 
     Raises:
-        TypeError: if ``model`` is no module.
-        RuntimeError: if a free tensor is changed in place within the context, at its next use or at the exit.
+        TypeError: if ``model`` is no module, or ``group`` no process group.
+        ValueError: if the processes have different models, or this model's gradients are exchanged by something that
+            cannot work within the context.
+        RuntimeError: if a free tensor is changed in place within the context, at its next use or at the exit; or if
+            processes cannot share what happens here, with the reason.
 
     >>> model = nn.Sequential(OrthoConv2d(3, 8, 3), ts.MaxMin(), nn.Flatten(), OrthoLinear(8 * 64, 10))
     >>> images, labels = torch.randn(8, 3, 8, 8), torch.arange(8)
@@ -63,7 +84,15 @@ def built(model: nn.Module) -> Iterator[None]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    block = _Block(model)
+    ranks = None if group is None else Ranks(group)
+    if owner_only and isinstance(model, DistributedDataParallel):
+        raise ValueError("DistributedDataParallel wants gradients on all ranks: give its .module, or not owner_only")
+    if isinstance(model, DistributedDataParallel) and model.find_unused_parameters:
+        raise ValueError(
+            "DistributedDataParallel(find_unused_parameters=True) takes free tensors for unused, because gradients "
+            "reach them when the block is left: wrap without it, or use ts.built(model, group) instead of it"
+        )
+    block = _Block(model, ranks, owner_only)
     try:
         yield
         block.close()
@@ -78,26 +107,94 @@ class _Block:
 
     Args:
         model: the module that holds the layers.
+        ranks: who share the construction; ``None`` for this process alone.
+        owner_only: whether gradients of free tensors stay with the rank that built their weight.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, ranks: Ranks | None, owner_only: bool) -> None:
         self.lock = RLock()
         self.open = True
         self.anchor = torch.zeros((), requires_grad=True)  # makes autograd record what reaches no free tensor
         self.weights: dict[tuple[WeightCache, Any], _Weight] = {}
-        self.parts = [part for part in model.modules() if isinstance(part, Caching) and part.block is None]
-        for alike in _alike([part for part in self.parts if isinstance(part, Parametrization)]):
-            frees = [list(part.slots.values()) for part in alike]
-            wanted = _wanted(frees[0])
-            with _as_for_training(wanted):
-                made = _built_together(alike, frees)
-            for part, free, exact in zip(alike, frees, made, strict=True):
-                if wanted:
-                    self.weights[part.cache, None] = _Weight(self, exact, free, partial(part.built, free))
-                else:
-                    part.cache.store(exact, part.slots, part.slots)
+        self.model, self.ranks, self.owner_only = model, ranks, owner_only
+        self.differentiable = torch.is_grad_enabled()
+        self.stand_ins: dict[Tensor, Tensor] = {}  # of free tensors, in the graphs of what this rank builds for all
+        managed = managed_by_fsdp(model)
+        if managed and ranks is not None:
+            raise ValueError("fully_shard exchanges gradients by itself: use it without ts.built(model, group)")
+        if ranks is not None:
+            open_ones = (part.block for part in model.modules() if isinstance(part, Caching))
+            if any(isinstance(block, _Block) and block.ranks is None for block in open_ones):
+                raise RuntimeError("ts.built(model) without a group is open for parts of this model: leave it first")
+            ranks.meet(model)
+        self.parts = [
+            part
+            for part in model.modules()
+            if isinstance(part, Caching) and part not in managed and isinstance(part.block, Elsewhere | None)
+        ]
+        groups = batches([part for part in self.parts if isinstance(part, Parametrization)])
+        self.owners: dict[Parametrization, int] = {}
+        if ranks is not None:
+            kinds = [(part, number) for number, group in enumerate(groups) for part in group]
+            self.owners = shares([pair for pair in kinds if _wanted(list(pair[0].slots.values()))], ranks.size)
+        self._take_over()
+        for group in groups:
+            if own := [part for part in group if ranks is None or self.owners.get(part, ranks.rank) == ranks.rank]:
+                self._build(own)
+        if self.owners:
+            self._exchange()
         for each in self.parts:
+            if isinstance(each.block, Elsewhere):
+                each.block.end(each)
             each.block = self
+
+    def _take_over(self) -> None:
+        """Go on from where an earlier block has left free tensors with their owners."""
+        for part in self.parts:
+            place = part.block
+            if isinstance(place, Elsewhere):
+                owner = self.owners.get(part) if isinstance(part, Parametrization) else None
+                if owner != place.owner or not self.owner_only:
+                    place.refuse()
+        if self.owner_only:
+            owner_of: dict[Tensor, int] = {}
+            for part, owner in self.owners.items():
+                if any(owner_of.setdefault(tensor, owner) != owner for tensor in part.slots.values()):
+                    raise ValueError("owner_only=True needs free tensors that belong to one parametrization each")
+
+    def _build(self, alike: Sequence[Parametrization]) -> None:
+        """Build weights of which none has been built yet, as one batch."""
+        frees: list[list[Any]] = [list(part.slots.values()) for part in alike]
+        wanted, shared = _wanted(frees[0]), alike[0] in self.owners
+        # Hooks of free tensors are for the mean that arrives in the end, not for what this rank finds on the way.
+        sources = [[self._stand_in(tensor) for tensor in free] for free in frees] if shared else frees
+        with _as_for_training(wanted):
+            made = _built_together(alike, sources)
+        for part, free, exact in zip(alike, frees, made, strict=True):
+            if wanted:
+                self.weights[part.cache, None] = _Weight(self, exact, free, partial(part.built, free))
+            else:
+                part.cache.store(exact, part.slots, part.slots)
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        if tensor not in self.stand_ins:
+            self.stand_ins[tensor] = tensor.detach().requires_grad_(tensor.requires_grad)
+        return self.stand_ins[tensor]
+
+    def _exchange(self) -> None:
+        """Hand the weights that this rank has built to the others, and take theirs."""
+        held = [self.weights.get((part.cache, None)) for part in self.owners]
+        with _as_for_training(False):
+            mine = [
+                part.like.new_empty(part.weight_shape) if weight is None else weight.exact.detach()
+                for part, weight in zip(self.owners, held, strict=True)
+            ]
+            assert self.ranks is not None
+            all_of_them = self.ranks.broadcast(mine, list(self.owners.values()))
+        for part, weight, given in zip(self.owners, held, all_of_them, strict=True):
+            if weight is None:
+                free = list(part.slots.values())
+                self.weights[part.cache, None] = _Weight(self, given, free, partial(part.built, free))
 
     def weight(
         self, build: Callable[[], Tensor], cache: WeightCache, slots: dict[str, Any], names: Sequence[str], key: Any
@@ -124,23 +221,83 @@ class _Block:
             for part in self.parts:
                 if part.block is self:
                     part.block = None
+            if self.ranks is not None and self.owner_only:
+                for part, owner in self.owners.items():
+                    if part.block is None:
+                        Elsewhere(part, self.ranks, owner)
 
     def deliver(self) -> None:
         """Take the gradients that gathered to the free tensors."""
+        shared = {self.weights[part.cache, None]: owner for part, owner in self.owners.items()}
         for weight in self.weights.values():
             weight.check()
-        met = [(weight, weight.gathered) for weight in self.weights.values() if weight.gathered is not None]
-        inputs = {id(tensor): tensor for weight, _ in met for tensor in weight.free if tensor.requires_grad}
+        met = [weight for weight in self.weights.values() if weight.gathered is not None and weight not in shared]
+        if met and self.ranks is not None and not self.differentiable:
+            raise RuntimeError(
+                "ts.built(model, group) was entered without gradients, so that nothing was shared, but backward passes "
+                "ran in it: enter it with gradients enabled"
+            )
+        inputs = {id(tensor): tensor for weight in met for tensor in weight.free if tensor.requires_grad}
         if met:
             # Only to the free tensors of these: of a batch, others would get zeros where they have None.
-            grads = [grad.to(weight.exact.dtype) for weight, grad in met]
-            torch.autograd.backward([weight.exact for weight, _ in met], grads, inputs=list(inputs.values()))
+            grads = [weight.total().to(weight.exact.dtype) for weight in met]
+            torch.autograd.backward([weight.exact for weight in met], grads, inputs=list(inputs.values()))
+        if self.ranks is not None and self.differentiable:
+            self._average(self.ranks, shared)
+
+    def _average(self, ranks: Ranks, shared: dict[_Weight, int]) -> None:
+        """Take the means of the gradients over all ranks to the free tensors, and to all other parameters."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if not parameters:
+            return
+        owners = {tensor: owner for weight, owner in shared.items() for tensor in weight.free}
+        wrapped = isinstance(self.model, DistributedDataParallel)
+        # Of free tensors, what compiled parts have found, and what was there before, which is equal on all ranks.
+        others = [p for p in parameters if not wrapped and not (self.owner_only and p in owners)]
+        astray = self.owner_only and any(
+            tensor.grad is not None and owner != ranks.rank for tensor, owner in owners.items()
+        )
+        flags = [astray, *(w.gathered is not None for w in shared), *(p.grad is not None for p in others)]
+        astray, *flags = ranks.any(flags, parameters[0].device)
+        if astray:
+            raise RuntimeError(
+                "with owner_only=True free tensors have gradients on ranks that do not own them: from an earlier step "
+                "(call optimizer.zero_grad() before the block), or from compiled parts of the model, which build their "
+                "weights by themselves"
+            )
+        used = iter(flags)
+        pairs = [(weight, owner) for weight, owner in shared.items() if next(used)]
+        means = [parameter for parameter in others if next(used)]
+        for parameter in means:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        ranks.average([parameter.grad for parameter in means if parameter.grad is not None])
+
+        sums = ranks.reduce([weight.total() for weight, _ in pairs], [owner for _, owner in pairs])
+        own = [(w, total) for (w, owner), total in zip(pairs, sums, strict=True) if owner == ranks.rank]
+        found: dict[Tensor, Tensor] = {}
+        if own:
+            targets = {tensor: self.stand_ins[tensor] for w, _ in own for tensor in w.free if tensor.requires_grad}
+            exact, grads = [w.exact for w, _ in own], [total.div_(ranks.size).to(w.exact.dtype) for w, total in own]
+            crossed = torch.autograd.grad(exact, list(targets.values()), grads, materialize_grads=True)
+            found = dict(zip(targets, crossed, strict=True))
+        if not self.owner_only:
+            trained = ((tensor, owner) for weight, owner in pairs for tensor in weight.free if tensor.requires_grad)
+            wanted = list(dict.fromkeys(trained))
+            mine = [found[tensor] if owner == ranks.rank else tensor.detach() for tensor, owner in wanted]
+            given = ranks.broadcast(mine, [owner for _, owner in wanted])
+            found = {}
+            for (tensor, _), grad in zip(wanted, given, strict=True):
+                found[tensor] = found[tensor] + grad if tensor in found else grad
+        if found:
+            torch.autograd.backward(list(found), list(found.values()))  # calls the hooks of the free tensors
 
     def forget(self) -> None:
         """Let go of the weights: passes that were not differentiated hold on to what hands them out."""
         for weight in self.weights.values():
             del weight.exact, weight.handed
         self.weights.clear()
+        self.stand_ins.clear()
 
 
 class _Weight:
@@ -176,6 +333,11 @@ class _Weight:
                 "the weight that was built from it is out of date: step the optimizer, clip and initialise outside of "
                 "the block"
             )
+
+    def total(self) -> Tensor:
+        """Return the sum of the gradients that gathered, which may be none."""
+        dtype = at_least_float32(self.exact.dtype)
+        return torch.zeros_like(self.exact, dtype=dtype) if self.gathered is None else self.gathered
 
     def gradients(self, grad: Tensor | None, leaves: Sequence[Any]) -> tuple[Tensor | None, ...]:
         """Gather a gradient, or return those of the free tensors where they are wanted at once.
@@ -230,7 +392,7 @@ class _HandOut(torch.autograd.Function):
         return None, None, *ctx.weight.gradients(grad, [node for node, _ in ctx.next_functions[1:]])
 
 
-def _alike(parts: Sequence[Parametrization]) -> list[list[Parametrization]]:
+def batches(parts: Sequence[Parametrization]) -> list[list[Parametrization]]:
     """Return those parametrizations that are built at once, with those of one batch side by side."""
     groups: defaultdict[Any, list[Parametrization]] = defaultdict(list)
     for part in parts:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from trysquare.files import write_whole
+from trysquare.nn.sharing import refuse_sharded
 
 
 @runtime_checkable
@@ -42,7 +43,8 @@ def to_torch(model: nn.Module, *, keep: tuple[type[nn.Module], ...] = ()) -> nn.
         keep: classes of this library that are copied as they are.
 
     Raises:
-        ValueError: if the model holds a convolution whose kernel depends on the size of the image.
+        ValueError: if the model holds a convolution whose kernel depends on the size of the image, or is spread over
+            processes by ``fully_shard``.
 
     >>> plain = to_torch(nn.Sequential(OrthoConv2d(4, 8, 3, stride=2), nn.ReLU()))
     >>> type(plain[0]).__name__
@@ -50,6 +52,7 @@ def to_torch(model: nn.Module, *, keep: tuple[type[nn.Module], ...] = ()) -> nn.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    refuse_sharded(model)
     modules = [m for m in model.modules() if not isinstance(m, keep)]
     # A copy that is given beforehand replaces the module wherever it occurs.
     replaced: dict[int, object] = {id(m): m.as_torch() for m in modules if isinstance(m, PlainLayer)}

@@ -1,6 +1,7 @@
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,3 +154,12 @@ def test_two_processes_do_what_one_does(tmp_path, parts):
             assert (layer.bias - twin.bias).abs().max() < 1e-4
     assert one.metrics()[-1]["certified"] == ts.training.load_run(tmp_path / "two").metrics()[-1]["certified"]
     assert state(tmp_path / "two")["progress"]["step"] == 22
+
+
+def test_the_example_for_a_cluster_writes_a_whole_checkpoint(tmp_path):
+    example = Path(__file__).parents[3] / "examples" / "cluster.py"
+    run_two(example, "--steps", 3, "--owner-only", "--checkpoint", tmp_path / "cluster.pt")
+    saved = torch.load(tmp_path / "cluster.pt", weights_only=True)
+    parameters = [name for name in saved["model"] if "original" in name or name.endswith("bias")]
+    assert saved["optimizer"]["state"].keys() == set(range(len(parameters)))
+    assert all(state["step"] == 3 for state in saved["optimizer"]["state"].values())

@@ -96,7 +96,7 @@ def test_parameters_that_are_not_used_or_not_trained_are_left_alone():
     model.head.bias.requires_grad_(False)
     Gradients(model, ts.losses.CosineLoss(), parts=2)(images, labels)
     assert model.head.bias.grad is None
-    assert torch.equal(model.unused.grad, torch.zeros(2))
+    assert model.unused.grad is None
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

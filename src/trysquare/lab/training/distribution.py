@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -53,9 +52,10 @@ class World:
         dist.broadcast_object_list(box)
         return box[0]
 
-    def wrapped(self, model: nn.Module) -> nn.Module:
-        """Return the model with gradients that are averaged over all processes."""
-        return DistributedDataParallel(model) if dist.is_initialized() else model
+    @property
+    def group(self) -> Any:
+        """All processes, or ``None`` for this one alone."""
+        return dist.group.WORLD if dist.is_initialized() else None
 
 
 def is_main_process() -> bool:

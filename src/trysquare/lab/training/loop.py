@@ -204,7 +204,7 @@ class Training:
             self.model.parameters(), self.steps, **recipe.optimizer.options
         )
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.gradients = Gradients(world.wrapped(self.model), self.loss, settings.accumulate, settings.precision)
+        self.gradients = Gradients(self.model, self.loss, settings.accumulate, settings.precision, world.group)
 
     def _require_loss_of(self, classes: int) -> None:
         """Refuse a loss that does not take a logit for each class, before a run finds out at its first step."""

@@ -5,20 +5,19 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from trysquare.lab.models import Classifier
 from trysquare.naming import pick
+from trysquare.nn.building import built
 from trysquare.nn.losses import Loss
-from trysquare.nn.parametrizations.base import ParametrizedWeight
 
 
 def takes_head(loss: Loss) -> bool:
@@ -29,73 +28,44 @@ def takes_head(loss: Loss) -> bool:
 class Gradients:
     """Computes the gradients of a batch, in parts if it does not fit into memory.
 
-    Weights are built once, and their gradients are taken back to the free tensors once: the parts add up at the built
-    weights. They are read in ``parametrize.cached()``, so a loss that wants the head's weight gets the same one.
+    Weights are built once, by all processes together, and their gradients are taken back to the free tensors once.
 
     Args:
-        model: the classifier, which may be wrapped for distribution.
+        model: the classifier.
         loss: of logits and labels.
         parts: in which a batch is computed.
         precision: ``"bfloat16"`` computes everything but weights and loss in it.
+        group: processes that compute a part of the batch each; ``None`` for this one alone.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, parts: int = 1, precision: str = "float32") -> None:
-        self.model, self.loss, self.parts = model, loss, parts
-        self.classifier: Classifier = model.module if isinstance(model, DistributedDataParallel) else model  # type: ignore[assignment]
+    def __init__(
+        self, model: nn.Module, loss: Loss, parts: int = 1, precision: str = "float32", group: Any = None
+    ) -> None:
+        self.model, self.loss, self.parts, self.group = model, loss, parts, group
         self.low_precision = precision == "bfloat16"
         self.takes_head = takes_head(loss)
 
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Add the gradients of the mean loss to the parameters.
+        """Add the gradients of the mean loss, over all processes, to the parameters.
 
         Returns:
-            The sum of the losses, the number of right answers and that of images, ``(3,)``.
+            The sum of the losses, the number of right answers and that of images of this process, ``(3,)``.
         """
-        with parametrize.cached():
-            if self.parts == 1:
-                loss, right = self._forward(images, labels)
-                loss.backward()
-                return torch.stack([loss.detach() * len(labels), right, loss.new_tensor(len(labels))])
-            return self._in_parts(images, labels)
-
-    def _in_parts(self, images: Tensor, labels: Tensor) -> Tensor:
-        weights = list(dict.fromkeys(_built_weights(self.classifier)))  # a shared one counts once
-        sums, counts = [torch.zeros_like(weight) for weight in weights], torch.zeros(3, device=images.device)
-        batches = list(zip(images.chunk(self.parts), labels.chunk(self.parts), strict=True))
-        for number, (part, classes) in enumerate(batches):
-            with self._synchronized(last=number == len(batches) - 1):
+        counts = torch.zeros(3, device=images.device)
+        with built(self.model, self.group):
+            for part, classes in zip(images.chunk(self.parts), labels.chunk(self.parts), strict=True):
                 loss, right = self._forward(part, classes)
-            share = loss * (len(classes) / len(labels))
-            for total, gradient in zip(sums, torch.autograd.grad(share, weights, materialize_grads=True), strict=True):
-                total.add_(gradient)
-            counts += torch.stack([loss.detach() * len(classes), right, loss.new_tensor(len(classes))])
-        torch.autograd.backward(weights, sums)
+                (loss * (len(classes) / len(labels))).backward()
+                counts += torch.stack([loss.detach() * len(classes), right, loss.new_tensor(len(classes))])
         return counts
-
-    def _synchronized(self, last: bool) -> AbstractContextManager[object]:
-        """Let processes exchange gradients once, after the last part."""
-        if isinstance(self.model, DistributedDataParallel) and not last:
-            return self.model.no_sync()
-        return nullcontext()
 
     def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean loss and the number of right answers."""
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.low_precision):
-            logits = self.model(images)
-        options = {"head": self.classifier.head.weight} if self.takes_head else {}
+        with parametrize.cached():  # a loss that wants the head's weight gets the one of this pass
+            with torch.autocast(images.device.type, torch.bfloat16, enabled=self.low_precision):
+                logits = self.model(images)
+            options = {"head": cast("Classifier", self.model).head.weight} if self.takes_head else {}
         return self.loss(logits, labels, **options), (logits.detach().argmax(1) == labels).sum().float()
-
-
-def _built_weights(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that the layers compute with: built weights, and parameters that are used as they are."""
-    for module in model.modules():
-        if parametrize.is_parametrized(module):
-            names: Any = module.parametrizations
-            for name in names:
-                ours = name == "weight" and isinstance(module, ParametrizedWeight)
-                yield from module._computes_with() if ours else [getattr(module, name)]  # type: ignore[operator]
-        if not isinstance(module, parametrize.ParametrizationList):
-            yield from (parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad)
 
 
 Schedule = Callable[[float], float]

@@ -109,7 +109,7 @@ class OrthogonalConvolution(ParametrizedWeight):
         """
         if self._series is None or not self._is_as_made():
             return False
-        return self.parametrization.like.dtype in (torch.float32, torch.float64)
+        return self.parametrization.dtype_from(self._sources()) in (torch.float32, torch.float64)
 
     def _factors(self) -> tuple[Tensor | None, Tensor]:
         """Return SOC's matrix and skew kernel."""
@@ -128,12 +128,6 @@ class OrthogonalConvolution(ParametrizedWeight):
         matrix, skew = self._factors()
         exact = None if matrix is None else as_autocast(matrix).double()
         return made.of_factors(exact, as_autocast(skew).double())
-
-    def _computes_with(self) -> list[Tensor]:
-        """Return the weight, or the trained free tensors where a pass does without it."""
-        if not self._applies_terms():
-            return super()._computes_with()
-        return [tensor for tensor in self._sources() if tensor.requires_grad]
 
     def linear_operator(self, input_shape: Sequence[int], weight: Tensor | None = None) -> LinearOperator:
         """Return the layer without its bias as a linear operator; see ``linalg.operator.LinearLayer``."""

@@ -94,7 +94,7 @@ class FrequencyResponse(Caching):
             bounded = limited(free, _MOST, dims=len(sizes))
             return of_response(lambda blocks: self._pair(blocks, free_psi), bounded, sizes, self.dilation)
 
-        return protected(build, [self.free, self.free_psi])
+        return protected(build, [tensor.to(at_least_float32(tensor.dtype)) for tensor in (self.free, self.free_psi)])
 
     def _pair(self, blocks: Tensor, free_psi: Tensor) -> Tensor:
         b, a = self._ordered(cayley_rows(blocks))

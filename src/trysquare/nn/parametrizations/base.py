@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from ctypes import c_char
 from functools import cache
 from itertools import count
 from math import prod
+from operator import itemgetter
 from typing import Any, ClassVar, Protocol, Self, TypedDict, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 from zlib import crc32
@@ -77,6 +78,8 @@ class WeightCache:
     def fresh(self, key: Any = None) -> bool:
         """Whether there is a weight for ``key``, not written to, and what it was built from is as it was."""
         if self.weight is None or self.weight._version != self._version or key != self._key:
+            return False
+        if self._step < _sharded_step:
             return False
         return all(
             slots[name] is source
@@ -146,6 +149,10 @@ class Caching(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self.forget()
         return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.forget()  # sharded tensors are not those that the weight was built from
+        super()._load_from_state_dict(*args)
 
     def forget(self) -> None:
         """Clear the cache."""
@@ -347,10 +354,11 @@ class Parametrization(Caching, ABC):
             wanted = self.training or torch.is_grad_enabled()
             if not self.slots or torch.compiler.is_exporting() or (wanted and any(t.requires_grad for t in free)):
                 return self.built(free)
-            return kept_weight(list(free), self.number, list(self.weight_shape), self.like.dtype)
+            return kept_weight(list(free), self.number, list(self.weight_shape), self.dtype_from(free))
         if torch_internals.jit_trace() is not None:  # which takes what is kept from pass to pass for a constant
             return self.built(free)
         self.refuse_writes()
+        free = tuple(gathered(tensor) for tensor in free)
         weight = self._from_cache(lambda: self.built(free), free, self.cache)
         self.writes.watch(weight)
         return weight
@@ -375,7 +383,15 @@ class Parametrization(Caching, ABC):
     def built(self, free: Sequence[Tensor]) -> Tensor:
         """Return the weight in the layer's dtype, built in full precision."""
         exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]
-        return plainly_laid_out(protected(self.build, exact).to(self.like.dtype))
+        return plainly_laid_out(protected(self.build, exact).to(self.dtype_from(free)))
+
+    def dtype_from(self, free: Sequence[Tensor]) -> torch.dtype:
+        """Return the dtype of the weight: the layer's, or that in which ``fully_shard`` has a pass computed.
+
+        That is the only one who gives free tensors in less than float32.
+        """
+        given = free[0].dtype
+        return self.like.dtype if given == at_least_float32(given) else given
 
     # -- caching
 
@@ -386,7 +402,7 @@ class Parametrization(Caching, ABC):
     # -- reconditioning
 
     @torch.no_grad()
-    def recondition(self, trained: set[int]) -> None:
+    def recondition(self, trained: Container[int]) -> None:
         """Replace free tensors that degenerate by others of the same weight, if they are among the ``trained``.
 
         Old and new ones differ by a factor that the weight does not depend on, and so does every mean of them: averages
@@ -494,17 +510,26 @@ _steps_of: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 # entry of a tensor that is gone does no harm to the next one of that ``id``, whose weight is built later.
 _step = 0
 _stepped: dict[int, int] = {}
+# The last step that changed sharded tensors: a pass is given whole ones in their place, of which nothing is known.
+_sharded_step = 0
 
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
-    global _step
+    global _step, _sharded_step
     _step += 1
-    trained = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    trained = {id(tensor): place for place, tensor in enumerate(tensors)}
     _stepped.update(dict.fromkeys(trained, _step))
+    if any(hasattr(tensor, "full_tensor") for tensor in tensors):
+        _sharded_step = _step
     steps = _steps_of[optimizer] = _steps_of.get(optimizer, 0) + 1
     if steps % RECONDITION_EVERY == 0:
-        for parametrization in list(_alive.values()):
-            parametrization.recondition(trained)
+        # In the optimizer's order, which is that of all ranks: they gather a sharded tensor together.
+        parts = [part for part in list(_alive.values()) if part.slots]
+        places = [(min(trained.get(id(t), len(tensors)) for t in part.slots.values()), part) for part in parts]
+        for place, part in sorted(places, key=itemgetter(0)):
+            if place < len(tensors):
+                part.recondition(trained)
 
 
 def state_of(tensor: Tensor) -> tuple[int, int]:
@@ -593,10 +618,6 @@ class ParametrizedWeight(nn.Module):
         """
         return checked_weight(self.used_weight() if weight is None else weight, type(self).__name__)
 
-    def _computes_with(self) -> list[Tensor]:
-        """Return tensors that a forward pass depends on; within ``parametrize.cached()`` always the same ones."""
-        return [self.weight]
-
     @property
     def parametrization(self) -> Parametrization:
         """The function that makes the weight."""
@@ -608,6 +629,19 @@ class ParametrizedWeight(nn.Module):
     def free_tensors(self) -> list[Tensor]:
         """The tensors that an optimizer trains instead of the weight."""
         return [tensor for name, tensor in self.parametrizations["weight"].named_parameters(recurse=False)]
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As in torch, but refuse plans of tensor parallelism, which take free tensors for parts of the weight.
+
+        Raises:
+            NotImplementedError: if one comes along.
+        """
+        if name.startswith("parametrizations."):
+            raise NotImplementedError(
+                f"{self._get_name()} cannot be split by a plan of tensor parallelism: every row of its weight depends "
+                "on all of its free tensors; use fully_shard, or ts.built(model, group), which share its construction"
+            )
+        super().register_parameter(name, param)
 
     def project_(self, weight: Tensor, starts: int = 1, steps: int = 100) -> float:
         """Set the weight to the nearest one that the layer can have, in the Frobenius norm.

@@ -25,7 +25,7 @@ from trysquare.nn.geometry import ConvGeometry, Sizes, positive
 from trysquare.nn.linalg.kernels import adjoint, compose, polynomial_kernel
 from trysquare.nn.linalg.norms import kernel_norm_bound
 from trysquare.nn.linalg.precision import at_least_float32, protected
-from trysquare.nn.parametrizations.base import WeightCache
+from trysquare.nn.parametrizations.base import WeightCache, gathered
 from trysquare.nn.parametrizations.composed import Composed
 
 _TOLERANCE = 1e-6
@@ -181,6 +181,7 @@ class SOC(Composed):
         """
         if not torch.compiler.is_compiling():
             self.refuse_writes()
+        free = tuple(gathered(tensor) for tensor in free)
         exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]
         skew = self._from_cache(lambda: protected(self._skew_blocks, exact[-1:]), free, self._factors["skew"])
         if not self._matrix_count:

@@ -20,6 +20,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from trysquare.nn.layers.centering import BatchCentering
 from trysquare.nn.parametrizations.base import ParametrizedWeight
+from trysquare.nn.sharing import refuse_sharded
 from trysquare.verify.lipschitz.graph import NoRuleError, class_name
 
 
@@ -93,7 +94,9 @@ def refuse_unreadable(model: nn.Module) -> None:
 
     Raises:
         NoRuleError: naming the module, and what to do.
+        ValueError: if the model is spread over processes.
     """
+    refuse_sharded(model)
     for name, module in model.named_modules():
         where = f"{class_name(module)} at {name or 'model'!r}"
         if isinstance(module, torch.jit.ScriptModule):
