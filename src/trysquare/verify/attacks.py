@@ -319,8 +319,7 @@ def autoattack_l2(
         ImportError: if the package is not installed.
         ValueError: if an image is outside of the box or not finite, or a number is out of range.
     """
-    numbers = isinstance(box, tuple | list) and all(map(_is_number, box))
-    if not numbers or tuple(box) != (0.0, 1.0):
+    if not isinstance(box, tuple | list) or not all(map(_is_number, box)) or tuple(box) != (0.0, 1.0):
         raise ValueError(f"box={shown(box)} must be (0, 1): AutoAttack knows no other")
     _check_attacked(model, images, box)
     if not checked_number("radius", radius) > 0:
