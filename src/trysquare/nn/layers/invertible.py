@@ -81,6 +81,7 @@ class AffineInverse(Isometry, nn.Module):
         """Return a layer that takes off the bias (a convolution with one tap of 1), and the plain adjoint."""
         layer: Any = self.adjoint
         plain, channels = layer.as_torch(), len(self.bias)
+        shift: nn.Module
         if not self.dims:
             shift = nn.Linear(channels, channels, device="meta")
             weight = torch.eye(channels, dtype=self.bias.dtype, device=self.bias.device)
@@ -178,7 +179,7 @@ class InvertibleSequential(nn.Sequential):
         weights = _Weights()
         with torch.no_grad(), weights.handed_to(self):
             results = _applied(self, x, volume)
-        direct = [tensor for tensor in trained if id(tensor) not in weights.sources]
+        direct: list[Tensor] = [tensor for tensor in trained if id(tensor) not in weights.sources]
         run = _Run(list(self), weights, direct, results, volume)
         return cast("tuple[Tensor, Tensor]", _Recomputed.apply(run, x, *weights.built.values(), *direct))
 
