@@ -262,7 +262,9 @@ def test_weights_are_built_once_for_both_passes(monkeypatch):
     for part in model.modules():
         if isinstance(part, ts.parametrizations.Parametrization) and part.slots:
             build = part.build
-            monkeypatch.setattr(part, "build", lambda *free, build=build, part=part: (built.append(part), build(*free))[1])
+            monkeypatch.setattr(
+                part, "build", lambda *free, build=build, part=part: (built.append(part), build(*free))[1]
+            )
     model(x).sum().backward()
     assert len(built) == len(set(built)) == 3
 

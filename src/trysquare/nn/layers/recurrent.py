@@ -198,6 +198,14 @@ def _check_features(x: Tensor, features: int, ndims: Sequence[int]) -> None:
         )
 
 
+def _grown(norm: float, steps: int) -> float:
+    """Return by how much so many steps amplify at most, infinity if that is beyond all numbers."""
+    try:
+        return max(1.0, norm) ** steps
+    except OverflowError:
+        return math.inf
+
+
 def _sum_norm(length: int) -> float:
     """Return the norm of the triangular matrix of ones that makes sums of the first ``k`` of ``length`` numbers."""
     return ROUND_UP / (2 * math.sin(math.pi / (4 * length + 2)))
@@ -249,7 +257,7 @@ class Recurrence(OrthoRNNCell):
         """
         read, turn = self.norms(dtype)
         length = input_shape[0]
-        return read * max(1.0, turn) ** (length - 1) * _sum_norm(length) * ROUND_UP
+        return read * _grown(turn, length - 1) * _sum_norm(length) * ROUND_UP
 
 
 class _ReverseRecurrence(Recurrence):
@@ -497,10 +505,10 @@ class LastState(nn.Module):
         if rnn.training and rnn.dropout and rnn.num_layers > 1:
             raise ValueError("dropout amplifies in training mode: call model.eval() first")
         reads, turns = zip(*(cell.norms(dtype) for cell in rnn._cells), strict=True)
-        growth = max(1.0, *turns) ** (length - 1) * ROUND_UP
+        growth = _grown(max(turns), length - 1) * ROUND_UP
         if not rnn.bidirectional:
             layers = rnn.num_layers
-            ways = sum(math.comb(k + layers - 1, layers - 1) ** 2 for k in range(length))
+            ways = sum(math.comb(k + layers - 1, layers - 1) ** 2 for k in range(length)) if layers > 1 else length
             return math.prod(reads) * growth * math.sqrt(ways) * ROUND_UP
         below = (math.sqrt(2) * growth * _sum_norm(length)) ** (rnn.num_layers - 1)
         pairs = [max(reads[k : k + 2]) for k in range(0, len(reads), 2)]
