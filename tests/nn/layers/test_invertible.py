@@ -277,7 +277,8 @@ def test_what_cannot_be_recomputed_is_refused():
         copy.deepcopy(model).bfloat16()(x.bfloat16())
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         model(x)
-    model.recompute = False
+        model.eval()(x)
+    model.train().recompute = False
     with torch.autocast("cpu", torch.bfloat16):
         model(x).sum().backward()
 
@@ -299,6 +300,18 @@ def test_what_cannot_be_recomputed_is_refused():
     first = torch.autograd.grad(flow(1).float()(x).sin().sum(), x, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
+
+
+def test_a_chain_with_fixed_weights_is_the_same_function():
+    model, x = flow(1), torch.randn(2, 4, 4, 4, dtype=torch.float64, requires_grad=True)
+    fixed = ts.export.with_fixed_weights(model)
+    for original, chain in ((model, fixed), (model[:4], ts.to_torch(model[:4]))):
+        assert isinstance(original, ts.InvertibleSequential)
+        original(x).sin().sum().backward()
+        expected, x.grad = x.grad, None
+        chain(x).sin().sum().backward()
+        torch.testing.assert_close(x.grad, expected)
+        x.grad = None
 
 
 def test_a_weight_changed_before_the_backward_pass_is_an_error():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast, runtime_checkable
@@ -13,7 +14,14 @@ from torch.autograd.function import once_differentiable
 from trysquare import torch_internals
 from trysquare.nn.geometry import flag
 from trysquare.nn.layers.convolution import PLAIN_CONV
-from trysquare.nn.parametrizations.base import Caching, OpenBlock, Parametrization, WeightCache, copy_weights
+from trysquare.nn.parametrizations.base import (
+    Caching,
+    OpenBlock,
+    Parametrization,
+    ParametrizedWeight,
+    WeightCache,
+    copy_weights,
+)
 
 __all__ = ["InvertibleSequential"]
 
@@ -105,32 +113,41 @@ class InvertibleSequential(nn.Sequential):
     your own. These have a method ``log_abs_det(x)`` too, if they change volumes and somebody asks.
 
     The plain pass is taken, with the same result, where nobody wants gradients, in compiled graphs, under transforms of
-    ``torch.func`` and for parameters that were replaced for one call. Second derivatives are refused.
+    ``torch.func``, for parameters that were replaced for one call, and where parametrizations were taken off (as
+    ``to_torch`` does) or others put on top, and in eval mode for short dtypes. Second derivatives are refused.
 
     Args:
-        layers: invertible layers.
+        layers: invertible layers, or one ordered dictionary of them, as for ``nn.Sequential``.
         recompute: whether the backward pass recomputes activations; otherwise it keeps them.
 
     Raises:
         TypeError: if a layer has no ``inverse``.
         ValueError: if it has none with its numbers.
-        RuntimeError: at a forward pass that wants gradients, if numbers are rounded to less than float32 (by autocast
+        RuntimeError: at a forward pass for training, if numbers are rounded to less than float32 (by autocast
             or by their dtype), from which inputs cannot be recomputed; at a backward pass, if a layer is so badly
             conditioned that the recomputed input is not the one that was given.
 
     >>> flow = InvertibleSequential(OrthoConv2d(4, 16, 2, stride=2), OrthoConv2d(16, 16, 3), InvertibleUpsampling2d(2))
     >>> x = torch.randn(2, 4, 8, 8)
-    >>> bool(torch.allclose(flow.inverse()(flow(x)), x, atol=1e-5)), flow.log_abs_det(x)
+    >>> bool(torch.allclose(flow.inverse()(flow(x)), x, atol=1e-5)), flow.log_abs_det(x).detach()
     (True, tensor([0., 0.]))
     """
 
-    def __init__(self, *layers: nn.Module, recompute: bool = True) -> None:
-        for layer in layers:
+    def __init__(self, *layers: Any, recompute: bool = True) -> None:
+        named = layers[0] if len(layers) == 1 and isinstance(layers[0], OrderedDict) else None
+        for layer in layers if named is None else named.values():
             if not isinstance(layer, nn.Module):
                 raise TypeError(f"layers must be modules, not {type(layer).__name__}")
             _inverse_of(layer)
         super().__init__(*layers)
         self.recompute = flag("recompute", recompute)
+
+    def __getitem__(self, idx: Any) -> Any:
+        """Return a layer, or a part of the chain."""
+        found = super().__getitem__(idx)
+        if isinstance(found, InvertibleSequential) and isinstance(idx, slice):
+            found.recompute = self.recompute
+        return found
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Apply the layers one after the other."""
@@ -166,10 +183,14 @@ class InvertibleSequential(nn.Sequential):
             or torch_internals.transforms_are_active()
             or type(x) not in (Tensor, nn.Parameter)
             or any(type(tensor) is not nn.Parameter for tensor in parameters)
+            or not all(callable(getattr(layer, "inverse", None)) for layer in self)
+            or not all(part._is_as_made() for part in self.modules() if isinstance(part, ParametrizedWeight))
         )
         if plain:
             return _applied(self, x, volume)
         if torch.is_autocast_enabled(x.device.type) or x.dtype not in (torch.float32, torch.float64):
+            if not self.training:
+                return _applied(self, x, volume)
             raise RuntimeError(
                 f"activations (of {x.dtype}, or under autocast) that are rounded to less than float32 cannot be "
                 "recomputed from the output: leave autocast around InvertibleSequential, or keep activations by "
