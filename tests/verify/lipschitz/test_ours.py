@@ -40,6 +40,12 @@ CASES = {
     "NActivation": (lambda: randomise(ts.NActivation(4)), LINE, False),
     "ChannelShuffle": (lambda: ts.ChannelShuffle(2), SMALL, False),
     "InvertibleDownsampling1d": (ts.InvertibleDownsampling1d, LINE, False),
+    "ChannelUnshuffle": (lambda: ts.ChannelUnshuffle(2), SMALL, False),
+    "InvertibleSequential": (
+        lambda: ts.InvertibleSequential(ts.OrthoConv2d(4, 4, 3), ts.ChannelShuffle(2)),
+        SMALL,
+        True,
+    ),
     "InvertibleDownsampling2d": (ts.InvertibleDownsampling2d, SMALL, False),
     "InvertibleDownsampling3d": (ts.InvertibleDownsampling3d, CUBE, False),
     "InvertibleUpsampling1d": (ts.InvertibleUpsampling1d, LINE, False),
@@ -128,6 +134,12 @@ CASES = {
     "FourierOrthoConvTranspose3d": (lambda: ts.FourierOrthoConvTranspose3d(2, 2, 2), (2, 3, 3, 3), False),
     "AffineInverse": (lambda: ts.OrthoConv2d(4, 4, 3).inverse(), SMALL, True),
     # Not 1-Lipschitz: the bound says so.
+    "LastState": (lambda: ts.LastState(ts.OrthoRNN(4, 6, nonlinearity="abs", batch_first=True)), (5, 4), None),
+    "LastState, all": (
+        lambda: ts.LastState(ts.OrthoRNN(4, 3, 2, "relu", batch_first=True, bidirectional=True)),
+        (5, 4),
+        None,
+    ),
     "InputScaling": (lambda: ts.InputScaling((0.5, 0.4, 0.3, 0.2), (0.7, 0.3, 0.9, 0.6)), SMALL, None),
     "UnitNormLinear": (lambda: ts.UnitNormLinear(6, 5), (6,), None),
     "amplifying branch": (lambda: ts.LearnableResidual(doubled(), scale=0.5), SMALL, None),

@@ -8,8 +8,10 @@ from trysquare.nn.layers import (
     depthwise,
     fourier,
     heads,
+    invertible,
     linear,
     pooling,
+    recurrent,
     residual,
     sandwich,
     sandwich_fourier,
@@ -25,8 +27,10 @@ from trysquare.nn.layers.cpl import *
 from trysquare.nn.layers.depthwise import *
 from trysquare.nn.layers.fourier import *
 from trysquare.nn.layers.heads import *
+from trysquare.nn.layers.invertible import *
 from trysquare.nn.layers.linear import *
 from trysquare.nn.layers.pooling import *
+from trysquare.nn.layers.recurrent import *
 from trysquare.nn.layers.residual import *
 from trysquare.nn.layers.sandwich import *
 from trysquare.nn.layers.sandwich_fourier import *
@@ -43,8 +47,10 @@ __all__ += cpl.__all__
 __all__ += depthwise.__all__
 __all__ += fourier.__all__
 __all__ += heads.__all__
+__all__ += invertible.__all__
 __all__ += linear.__all__
 __all__ += pooling.__all__
+__all__ += recurrent.__all__
 __all__ += residual.__all__
 __all__ += sandwich.__all__
 __all__ += sandwich_fourier.__all__

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.nn.geometry import ConvGeometry, Size, Sizes, flag, per_axis, per_axis_each
-from trysquare.nn.layers.convolution import PLAIN_CONV, Convolution, crops, in_format_of, native_crop
+from trysquare.nn.layers.convolution import Convolution, crops, in_format_of, native_crop
+from trysquare.nn.layers.invertible import AffineInverse, Isometry
 from trysquare.nn.layers.series import Series
 from trysquare.nn.linalg.operator import LinearOperator
 from trysquare.nn.linalg.orthogonalize import orthogonalizer as find_orthogonalizer
 from trysquare.nn.linalg.precision import as_autocast
 from trysquare.nn.parametrizations import METHODS, SOC, find_method
-from trysquare.nn.parametrizations.base import Device, ParametrizedWeight, check_dtype, copy_weights
+from trysquare.nn.parametrizations.base import Device, ParametrizedWeight, check_dtype
 
 __all__ = [
     "OrthoConv1d",
@@ -37,7 +38,7 @@ Options = dict[str, Any]
 _DEFAULT_ORTHOGONALIZER = "cholesky"
 
 
-class OrthogonalConvolution(ParametrizedWeight):
+class OrthogonalConvolution(Isometry, ParametrizedWeight):
     """Common to plain and transposed layers: the geometry of the convolution, and the way to the adjoint."""
 
     dims: ClassVar[int]
@@ -167,9 +168,8 @@ class OrthogonalConvolution(ParametrizedWeight):
                 f"circular padding {self._convolution.pads} drops outputs, so the size of the input cannot be told "
                 "from that of the output; use padding='same' for a layer with an adjoint"
             )
-        twin._cache, twin._writes = self._cache, self._writes
-        twin.parametrizations["weight"] = self.parametrizations["weight"]  # type: ignore[index,operator]
-        return twin.train(self.training)
+        self._lend_weight(twin)
+        return twin
 
     @property
     def _keeps_all_outputs(self) -> bool:
@@ -211,7 +211,7 @@ class OrthogonalConvolution(ParametrizedWeight):
                 f"padding_mode={self.padding_mode!r} with padding={self.padding!r} loses what falls past the border, "
                 "so there is no inverse; use padding='same', padding_mode='circular'"
             )
-        return self.adjoint() if self.bias is None else AffineInverse(self.adjoint(), self.bias)
+        return self.adjoint() if self.bias is None else AffineInverse(self.adjoint(), self.bias, self.dims)
 
     def extra_repr(self) -> str:
         mode = (
@@ -224,26 +224,6 @@ class OrthogonalConvolution(ParametrizedWeight):
         by = f", orthogonalizer={self.orthogonalizer}" if find_method(self.method).uses_orthogonalizer else ""
         construction = f"method={self.method}{by}{variant}{options}{self._note}"
         return f"{super().extra_repr()}{mode}, {construction}"
-
-
-class AffineInverse(nn.Module):
-    """``y ↦ adjoint(y - bias)``: undoes ``x ↦ W x + bias`` for a square orthogonal ``W``."""
-
-    def __init__(self, adjoint: OrthogonalConvolution, bias: nn.Parameter) -> None:
-        super().__init__()
-        self.adjoint = adjoint
-        self.bias = bias
-
-    def forward(self, y: Tensor) -> Tensor:
-        """Take off the bias, then apply the adjoint."""
-        return self.adjoint(y - self.bias.view(-1, *(1,) * self.adjoint.dims))  # type: ignore[no-any-return]
-
-    def as_torch(self) -> nn.Module:
-        """Return a convolution with one tap of 1, which takes off the bias, and the plain adjoint."""
-        channels, dims = len(self.bias), self.adjoint.dims
-        shift = PLAIN_CONV[dims](channels, channels, 1, groups=channels, device="meta")
-        copy_weights(shift, self.bias.new_ones(channels, 1, *(1,) * dims), -self.bias, self.training)
-        return nn.Sequential(shift, self.adjoint.as_torch())
 
 
 class _Convolution(OrthogonalConvolution):

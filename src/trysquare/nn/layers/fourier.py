@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trysquare.naming import pick, refuse_arguments
 from trysquare.nn.geometry import Size, Sizes, check_groups, flag, per_axis
 from trysquare.nn.layers.convolution import Convolution
+from trysquare.nn.layers.invertible import AffineInverse, Isometry
 from trysquare.nn.layers.pooling import depth_to_space, space_to_depth
 from trysquare.nn.linalg.bounds import singular_value_range
 from trysquare.nn.linalg.fourier import (
@@ -170,7 +171,7 @@ def plain_layer(
     return convolution.plain(kernel.to(dtype), bias, training=False)
 
 
-class _FourierConvolution(ImageSized):
+class _FourierConvolution(Isometry, ImageSized):
     """A free kernel, the response that it has at the present size, and the cache of that."""
 
     def __init__(
@@ -281,6 +282,29 @@ class _FourierConvolution(ImageSized):
         plain = plain_layer(built, coarse, self.stride, self.transposed, self.bias, self.weight.dtype)
         return plain.train(self.training)
 
+    def adjoint(self) -> _FourierConvolution:
+        """Return the layer, without bias, whose matrix is the transpose; it shares the free kernel of this one."""
+        twin = (_CONVOLUTION if self.transposed else _TRANSPOSED)[self.dims](
+            self.out_channels, self.in_channels, self.kernel_size, self.stride, self.dilation, self.groups, bias=False,
+            device="meta", method=self.method,
+        )  # fmt: skip
+        twin.weight, twin.cache = self.weight, self.cache
+        return twin.train(self.training)
+
+    def inverse(self) -> nn.Module:
+        """Return the exact inverse, which takes off the bias and applies the adjoint; it shares all parameters.
+
+        Raises:
+            ValueError: if the layer is not square.
+        """
+        _, coarse, fine = self._group_shape
+        if coarse != fine:
+            raise ValueError(
+                f"only a square layer has an inverse: on the side of the smaller maps this one has {coarse} channels a "
+                f"group, and would need {fine} at stride={self.stride}; .adjoint() is a one-sided inverse"
+            )
+        return self.adjoint() if self.bias is None else AffineInverse(self.adjoint(), self.bias, self.dims)
+
     def extra_repr(self) -> str:
         extras = "".join(
             f", {name}={value}"
@@ -297,28 +321,17 @@ class _FourierConvolution(ImageSized):
         )
 
 
-class _Plain(_FourierConvolution):
-    def adjoint(self) -> _FourierConvolution:
-        """Return the transposed layer, without bias, which shares the free kernel of this one."""
-        twin = _TRANSPOSED[self.dims](
-            self.out_channels, self.in_channels, self.kernel_size, self.stride, self.dilation, self.groups, bias=False,
-            device="meta", method=self.method,
-        )  # fmt: skip
-        twin.weight = self.weight
-        return twin.train(self.training)
-
-
 class _Transposed(_FourierConvolution):
     transposed = True
 
 
-class FourierOrthoConv1d(_Plain):
+class FourierOrthoConv1d(_FourierConvolution):
     """Orthogonal circular convolution with a kernel as long as the signal; see ``FourierOrthoConv2d``."""
 
     dims = 1
 
 
-class FourierOrthoConv2d(_Plain):
+class FourierOrthoConv2d(_FourierConvolution):
     """Orthogonal circular convolution with a kernel as large as the image: Cayley, LOT and ECO.
 
     All singular values are 1, for every number of channels (rows orthonormal if the layer maps to fewer numbers,
@@ -355,7 +368,7 @@ class FourierOrthoConv2d(_Plain):
     dims = 2
 
 
-class FourierOrthoConv3d(_Plain):
+class FourierOrthoConv3d(_FourierConvolution):
     """Orthogonal circular convolution with a kernel as large as the volume; see ``FourierOrthoConv2d``."""
 
     dims = 3
@@ -379,6 +392,11 @@ class FourierOrthoConvTranspose3d(_Transposed):
     dims = 3
 
 
+_CONVOLUTION: dict[int, type[_FourierConvolution]] = {
+    1: FourierOrthoConv1d,
+    2: FourierOrthoConv2d,
+    3: FourierOrthoConv3d,
+}
 _TRANSPOSED: dict[int, type[_Transposed]] = {
     1: FourierOrthoConvTranspose1d,
     2: FourierOrthoConvTranspose2d,

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from trysquare.nn.geometry import flag, positive
 from trysquare.nn.layers.convolution import Convolution
+from trysquare.nn.layers.invertible import AffineInverse, Isometry
 from trysquare.nn.linalg.operator import LinearOperator
 from trysquare.nn.parametrizations import OrthonormalMatrix
 from trysquare.nn.parametrizations.base import Device, ParametrizedWeight, check_dtype, factory_of
 
-__all__ = ["OrthoLinear"]
+__all__ = ["OrthoLinear", "OrthoLinearTranspose"]
 
 
 class ParametrizedLinear(ParametrizedWeight, nn.Linear):
@@ -36,7 +37,7 @@ class ParametrizedLinear(ParametrizedWeight, nn.Linear):
         return self._product.plain(self.weight, self.bias, self.training)
 
 
-class OrthoLinear(ParametrizedLinear):
+class OrthoLinear(Isometry, ParametrizedLinear):
     """An ``nn.Linear`` whose weight has orthonormal rows, or columns if there are more outputs than inputs.
 
     Args:
@@ -71,5 +72,112 @@ class OrthoLinear(ParametrizedLinear):
             OrthonormalMatrix((out_features, in_features), orthogonalizer, **factory_of(self.weight))
         )
 
+    def adjoint(self) -> OrthoLinearTranspose:
+        """Return the layer, without bias, whose matrix is the transpose; it shares the free tensors of this one."""
+        twin = OrthoLinearTranspose(
+            self.out_features, self.in_features, device="meta", orthogonalizer=self.orthogonalizer
+        )
+        self._lend_weight(twin)
+        return twin
+
+    def inverse(self) -> nn.Module:
+        """Return the exact inverse, which takes off the bias and applies the adjoint; it shares all parameters.
+
+        Raises:
+            ValueError: if the layer is not square.
+
+        >>> layer, x = OrthoLinear(8, 8), torch.randn(2, 8)
+        >>> bool(torch.allclose(layer.inverse()(layer(x)), x, atol=1e-5))
+        True
+        """
+        _require_square(self.in_features, self.out_features)
+        return self.adjoint() if self.bias is None else AffineInverse(self.adjoint(), self.bias, 0)
+
     def extra_repr(self) -> str:
         return f"{nn.Linear.extra_repr(self)}, orthogonalizer={self.orthogonalizer}"
+
+
+def _require_square(in_features: int, out_features: int) -> None:
+    if in_features != out_features:
+        raise ValueError(
+            f"only a square layer has an inverse, not one with in_features={in_features} and "
+            f"out_features={out_features}; .adjoint() is a one-sided inverse"
+        )
+
+
+class OrthoLinearTranspose(Isometry, ParametrizedWeight, nn.Module):
+    """The adjoint of ``OrthoLinear(out_features, in_features)``: ``input @ weight``, as transposed convolutions do.
+
+    ``weight`` is ``(in_features, out_features)``, that of the layer whose adjoint this is. ``OrthoLinear.adjoint``
+    returns it.
+
+    Args:
+        in_features: size of each input sample.
+        out_features: size of each output sample.
+        bias: whether to add a learnable bias.
+        device: device of the parameters.
+        dtype: dtype of the weight; free tensors are kept in float32 or float64.
+        orthogonalizer: how the free matrix is made orthonormal.
+
+    >>> layer, x = OrthoLinear(8, 3, bias=False), torch.randn(2, 3)
+    >>> torch.allclose(layer(layer.adjoint()(x)), x, atol=1e-5)  # rows are orthonormal
+    True
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        orthogonalizer: str = "cholesky",
+    ) -> None:
+        super().__init__()
+        self.in_features = positive("in_features", in_features)
+        self.out_features = positive("out_features", out_features)
+        check_dtype(dtype)
+        shape = (self.in_features, self.out_features)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        like = factory_of(self.weight)
+        self.bias = nn.Parameter(torch.empty(self.out_features, **like)) if flag("bias", bias) else None
+        self.orthogonalizer = orthogonalizer
+        self._parametrize_weight(OrthonormalMatrix(shape, orthogonalizer, **like))
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -(self.in_features**-0.5), self.in_features**-0.5)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """``input @ weight + bias``."""
+        return F.linear(input, self._current_weight().mT, self.bias)
+
+    def linear_operator(self, input_shape: Sequence[int], weight: Tensor | None = None) -> LinearOperator:
+        """Return the layer without its bias as a linear operator; see ``linalg.operator.LinearLayer``."""
+        return LinearOperator.of_matrix(self.exact_weight(weight).mT, tuple(input_shape))
+
+    def as_torch(self) -> nn.Module:
+        """A plain ``nn.Linear`` with the transposed weight."""
+        return Convolution().plain(self.weight.mT, self.bias, self.training)
+
+    def adjoint(self) -> OrthoLinear:
+        """Return the layer, without bias, that this one is the adjoint of; it shares the free tensors."""
+        twin = OrthoLinear(
+            self.out_features, self.in_features, bias=False, device="meta", orthogonalizer=self.orthogonalizer
+        )
+        self._lend_weight(twin)
+        return twin
+
+    def inverse(self) -> nn.Module:
+        """Return the exact inverse; it shares all parameters.
+
+        Raises:
+            ValueError: if the layer is not square.
+        """
+        _require_square(self.in_features, self.out_features)
+        return self.adjoint() if self.bias is None else AffineInverse(self.adjoint(), self.bias, 0)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"orthogonalizer={self.orthogonalizer}"
+        )

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trysquare.nn.geometry import Size, Sizes, flag, per_axis, window_overlap
+from trysquare.nn.layers.invertible import Isometry
 from trysquare.nn.linalg.norms import euclidean
 from trysquare.nn.linalg.precision import at_least_float32
 
@@ -275,7 +276,7 @@ class GlobalMaxPool(_GlobalPool):
         return positions.amax(-1)
 
 
-class _Resampling(nn.Module):
+class _Resampling(Isometry, nn.Module):
     """Blocks of positions, moved to channels or back."""
 
     dims: ClassVar[int]
@@ -287,6 +288,13 @@ class _Resampling(nn.Module):
     def _check_axes(self, x: Tensor) -> None:
         if x.ndim not in (self.dims + 1, self.dims + 2):
             raise ValueError(f"input of shape {tuple(x.shape)} must be ([batch,] channels, and {self.dims} sizes)")
+
+    def inverse(self) -> nn.Module:
+        """Return the layer that moves the positions back, which is the adjoint too."""
+        downwards = isinstance(self, _InvertibleDownsampling)
+        return (_UPSAMPLING if downwards else _DOWNSAMPLING)[self.dims](self.factor)
+
+    adjoint = inverse
 
     def extra_repr(self) -> str:
         return f"factor={self.factor}"
@@ -383,3 +391,15 @@ class InvertibleUpsampling3d(_InvertibleUpsampling):
     """Inverse of ``InvertibleDownsampling3d``."""
 
     dims = 3
+
+
+_DOWNSAMPLING: dict[int, type[_Resampling]] = {
+    1: InvertibleDownsampling1d,
+    2: InvertibleDownsampling2d,
+    3: InvertibleDownsampling3d,
+}
+_UPSAMPLING: dict[int, type[_Resampling]] = {
+    1: InvertibleUpsampling1d,
+    2: InvertibleUpsampling2d,
+    3: InvertibleUpsampling3d,
+}

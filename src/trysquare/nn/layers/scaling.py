@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -59,6 +60,16 @@ class InputScaling(nn.Module):
         if input.ndim < 2 or channels not in (1, input.shape[1]):
             raise ValueError(f"input of shape {tuple(input.shape)} must be (batch, {channels}, ...)")
         return (input - per_channel(self.mean, input)) / per_channel(self.std, input)
+
+    def inverse(self) -> InputScaling:
+        """Return the layer that maps the result back to the data, with numbers of its own."""
+        undone = copy.deepcopy(self)
+        undone.mean, undone.std = -self.mean / self.std, 1 / self.std
+        return undone
+
+    def log_abs_det(self, x: Tensor) -> Tensor:
+        """Return the logarithm of the volume by which samples are stretched: ``-log(std)`` for each number."""
+        return -per_channel(self.std, x).log().expand_as(x[:1]).sum().to(x.dtype).expand(len(x))
 
     def extra_repr(self) -> str:
         return f"mean={_rounded(self.mean)}, std={_rounded(self.std)}"

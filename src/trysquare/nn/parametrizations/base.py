@@ -585,6 +585,12 @@ class ParametrizedWeight(nn.Module):
         parametrization.attach(self, "weight")
         self._cache, self._writes = parametrization.cache, parametrization.writes
 
+    def _lend_weight(self, twin: ParametrizedWeight) -> None:
+        """Make the weight of another layer, the adjoint of this one, that of this one: same free tensors and cache."""
+        twin._cache, twin._writes = self._cache, self._writes
+        twin.parametrizations["weight"] = self.parametrizations["weight"]
+        twin.train(self.training)
+
     def _current_weight(self) -> Tensor:
         """``self.weight`` for a pass, without torch's detour over the parametrization where the cache has it."""
         if torch.compiler.is_compiling():
