@@ -37,9 +37,10 @@ from benchmarks.networks import PADDED, REFERENCE, VARIANTS, billion, exchange, 
 from benchmarks.report import Part, Table, megabytes, milliseconds, times
 
 PEER = """\
-Where our kernels are built one by one and the card, not the host, sets the time: that adds 122 ms to a step of ResNet-34
-at batch 512 on an RTX 4090, and orthogonium's kernels 72. Its Björck steps are products, while rows of our factorisations
-wait. Built together (`with ts.built(model)`), ours add 35 ms there, and less than orthogonium's in all of these rows."""
+Where our kernels are built one by one and the card, not the host, sets the time: that adds 122 ms to a step of
+ResNet-34 at batch 512 on an RTX 4090, and orthogonium's kernels 72. Its Björck steps are products, while rows of our
+factorisations wait. Built together (`with ts.built(model)`), ours add 35 ms there, and less than orthogonium's in all
+of these rows."""
 # Fitted to the paper's table, see above; tests/benchmarks/test_forecast.py fits them again.
 HOST = 9.00e-6  # seconds of a call
 KERNEL = 6.59e-6  # least seconds of a kernel

@@ -1,6 +1,8 @@
 """What a pass makes, shares and writes, by whatever name: the bound is above every stretch, or there is none."""
 
+import contextlib
 import functools
+import pickle
 import threading
 
 import numpy as np
@@ -250,3 +252,91 @@ def test_weights_that_are_built_while_a_model_is_traced(make):
     trained = ts.lipschitz_bound(layer.train(), (3, 6, 6))
     assert ts.lipschitz_bound(layer.eval(), (3, 6, 6)) == pytest.approx(trained, rel=1e-6)
     assert trained == pytest.approx(1, abs=1e-4)
+
+
+def _decided(x):
+    return (x.norm(dim=1) > 6).any()
+
+
+@pytest.mark.parametrize("ask", [
+    lambda x: bool(_decided(x)), lambda x: x.max().item() > 6, lambda x: x.numpy().max() > 6,
+    lambda x: np.asarray(x).max() > 6, lambda x: max(x.tolist()[0]) > 6, lambda x: len(x[x > 6]) > 0,
+    lambda x: len((x > 6).nonzero()) > 0, lambda x: not torch.equal(x, x.clamp(max=6)), lambda x: "inf" in repr(x),
+    lambda x: "inf" in f"{x}", lambda x: any(value > 6 for value in x.flatten()), lambda x: int(x.max()) > 6,
+    lambda x: torch.testing.assert_close(x, x.clamp(max=6)), lambda x: x.data_ptr() == 1,
+    lambda x: torch.zeros(7)[x.max().long()].item() > 1, lambda x: 7.0 in x, lambda x: pickle.dumps(x) == b"",
+])  # fmt: skip
+def test_a_refusal_that_the_model_catches_is_still_one(ask):
+    class Handles(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x):
+            try:
+                if ask(x):
+                    return -100 * self.linear(x)
+            except Exception:  # whatever it is
+                pass
+            return self.linear(x)
+
+    with pytest.raises(NoRuleError):
+        ts.lipschitz_bound(Handles(), (4,))
+
+
+def test_an_error_that_numbers_raise_too_may_be_handled():
+    class Handles(nn.Module):
+        def forward(self, x):
+            x = x.mT
+            try:
+                return x.view(len(x), -1)
+            except RuntimeError:
+                return x.reshape(len(x), -1)
+
+    assert ts.lipschitz_bound(Handles(), (4, 3)) == pytest.approx(1)
+
+
+def test_nothing_is_left_of_a_module_with_a_rule_that_fails():
+    class Soft(nn.Module):
+        def forward(self, x):
+            if x.shape[-1] > 3:
+                raise ValueError("too wide")
+            return x.tanh()
+
+    ts.lipschitz.rule(Soft)(lambda layer, shape: 1.0)
+
+    class Handles(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.soft = Soft()
+
+        def forward(self, x):
+            with contextlib.suppress(ValueError):
+                x = self.soft(x)
+            return (x * 4096).to(torch.int32).to(x.dtype) / 4096
+
+    with pytest.raises(NoRuleError, match="rounds to int32"):
+        ts.lipschitz_bound(Handles(), (4,))
+
+
+def test_models_that_ask_whether_gradients_are_wanted_are_refused():
+    class Asks(nn.Module):
+        def forward(self, x):
+            return -50 * x if x.requires_grad else x
+
+    with pytest.raises(NoRuleError, match="on gradients being recorded"):
+        ts.lipschitz_bound(Asks(), (4,))
+
+
+@pytest.mark.parametrize("nothing", [
+    lambda x: torch.bmm(x[:, :0, None], torch.ones(len(x), 1, 4)).sum(1),
+    lambda x: F.linear(x, torch.zeros(0, 4)), lambda x: x[:, :0].sort(1)[0], lambda x: F.softmax(x[:, :0], 1),
+    lambda x: torch.lerp(x[:, :0], x[:, :0], torch.zeros(0)),
+    lambda x: F.linear(x[:, None].expand(-1, 0, -1), torch.eye(4)).flatten(1),
+])  # fmt: skip
+def test_tensors_of_no_numbers(nothing):
+    class Concatenates(nn.Module):
+        def forward(self, x):
+            return torch.cat([x, nothing(x)], 1)
+
+    assert ts.lipschitz_bound(Concatenates(), (4,)) == pytest.approx(1)

@@ -339,7 +339,7 @@ def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> No
     with torch.no_grad():
         plain, flipped, alone = called(inputs), called(each(lambda v: v.flip(0))), called(each(lambda v: v[:1]))
     with torch.enable_grad():  # what an attack computes
-        graded = called(inputs)
+        graded = called(each(lambda v: v.detach().requires_grad_(v.is_floating_point())))
     exact = [leaf for leaf in tree_leaves(followed) if isinstance(leaf, Tensor)]
     reason = (
         f"{class_name(model)} returns other values when it runs than when it is followed; it must not depend on "

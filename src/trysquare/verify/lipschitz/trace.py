@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -73,7 +74,10 @@ class Traced(Tensor):
         return torch_internals.from_functional(self.functional)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        raise NoRuleError(f"it prints values ({user_line()}), and what is printed cannot be followed")
+        error = NoRuleError(f"it prints values ({user_line()}), and what is printed cannot be followed")
+        if (tracer := getattr(_ACTIVE, "tracer", None)) is not None:
+            tracer.note_failure("repr", error)
+        raise error
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -87,13 +91,20 @@ class Traced(Tensor):
 
 
 class _NoEscape(TorchFunctionMode):
-    """Refuses to hand out or to replace the memory of what a pass makes, which has none."""
+    """Refuses to hand out or to replace the memory of what a pass makes, which has none, and notes what failed."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         super().__init__()
-        self.recorder = recorder
+        self.tracer, self.recorder = tracer, tracer.recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return self._called(func, args, kwargs or {})
+        except Exception as error:
+            self.tracer.note_failure(getattr(func, "__name__", str(func)), error)
+            raise
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not self.recorder.busy:
             replaces = getattr(func, "__self__", None) is Tensor.data and func.__name__ == "__set__"
             if replaces and any(isinstance(leaf, Traced | nn.Parameter) for leaf in args):
@@ -105,7 +116,7 @@ class _NoEscape(TorchFunctionMode):
                     f"{func.__name__}() reads the memory of a value past torch ({user_line()}), where it cannot be "
                     "followed"
                 )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class Tracer(TorchDispatchMode):
@@ -127,6 +138,9 @@ class Tracer(TorchDispatchMode):
         self.recording = False
         self._inputs: frozenset[int] = frozenset()  # addresses, in the first run
         self._made: dict[int, Tensor] = {}  # by address: what the first run made, kept alive
+        self._failures: deque[str] = deque()  # names of torch's functions that raised in the first run
+        self._refused: Exception | None = None  # the first error that was raised on values only
+        self._where: tuple[Exception, Frame] | None = None  # the innermost module that an error came from
 
     def trace(self, given: Any, tokens: bool) -> Graph:
         """Run the model on inputs (a list, or a dictionary by name): first as it is, then on values.
@@ -140,14 +154,37 @@ class Tracer(TorchDispatchMode):
             self._run(inputs)
             self.recording, self._made, self.calls = True, {}, 0
             result = self._run(tree_map(lambda leaf: Traced(self.recorder.new_input(leaf)), given))
+        if self._refused is not None:  # and the model has caught that
+            error = self._refused
+            raise (
+                error
+                if isinstance(error, NoRuleError)
+                else NoRuleError(
+                    f"{class_name(self.model)} goes on after an error that numbers would not have raised: {error}"
+                )
+            ) from error
         inside = tree_map(lambda leaf: leaf.inside if isinstance(leaf, Traced) else leaf, plain_structure(result))
         return self.recorder.graph(inside, tokens)
+
+    def note_failure(self, name: str, error: Exception) -> None:
+        """Note that a call has raised: on values alone, that is a refusal, which no ``except`` of a model undoes."""
+        if not self.recording:
+            self._failures.append(name)
+        elif self._failures and self._failures[0] == name and not isinstance(error, NoRuleError):
+            self._failures.popleft()
+        elif self._refused is None:
+            self._refused = error
+
+    def note_place(self, error: Exception, frame: Frame) -> None:
+        """Note the innermost module that an error comes from, so that the message can name it."""
+        if self._where is None or self._where[0] is not error:
+            self._where = error, frame
 
     def _run(self, inputs: Any) -> Any:
         with ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # nothing is compiled before that is imported, which takes seconds
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for context in (torch.no_grad(), _watching(self), _NoEscape(self.recorder)):
+            for context in (torch.no_grad(), _watching(self), _NoEscape(self)):
                 stack.enter_context(context)
             try:
                 with self:
@@ -155,8 +192,8 @@ class Tracer(TorchDispatchMode):
             except (NoRuleError, TakesTokens):
                 raise
             except Exception as error:
-                path = self.recorder.path
-                name, module, _ = path[-1] if path else Frame("model", self.model, 0)
+                known = self._where is not None and self._where[0] is error
+                name, module, _ = self._where[1] if self._where and known else Frame("model", self.model, 0)
                 where, shapes = f"{class_name(module)} at {name!r}", ", ".join(map(str, self.given))
                 if self.recording:
                     raise NoRuleError(f"{where} cannot be followed ({user_line(error)}): {error}") from error
@@ -299,9 +336,11 @@ class Tracer(TorchDispatchMode):
             return result
         label, recorder.nodes = recorder.next_label, []
         recorder.inside += 1
-        result = _call(module, *args, **kwargs)
-        recorder.inside -= 1
-        inner, recorder.nodes = recorder.nodes, before
+        try:
+            result = _call(module, *args, **kwargs)
+        finally:
+            recorder.inside -= 1
+            inner, recorder.nodes = recorder.nodes, before
         made = self._value(result)
         if made is None:
             raise NoRuleError(
@@ -383,14 +422,18 @@ def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     tracer: Tracer | None = getattr(_ACTIVE, "tracer", None)
     if tracer is None:
         return _call(module, *args, **kwargs)
-    # Left in place by an exception, so that the error can name the module.
     tracer.calls += 1
     tracer.given = [tuple(arg.shape[1:]) for arg in args if isinstance(arg, Tensor)]
     name = tracer.names.get(id(module), type(module).__name__) or "model"
-    tracer.recorder.path.append(Frame(name, module, tracer.calls))
-    result = tracer.call_module(module, args, kwargs)
-    tracer.recorder.path.pop()
-    return result
+    frame = Frame(name, module, tracer.calls)
+    tracer.recorder.path.append(frame)
+    try:
+        return tracer.call_module(module, args, kwargs)
+    except Exception as error:
+        tracer.note_place(error, frame)
+        raise
+    finally:
+        tracer.recorder.path.pop()
 
 
 def calls_are_torchs_own() -> bool:

@@ -54,6 +54,9 @@ class Walk:
                 if node.moves:
                     self.bounds.append(self.bound([node.args["output"].labels]))
                     continue
+                if not node.size or not any(value.labels.numel() for value in node.values):
+                    self.bounds.append(0.0)
+                    continue
                 terms = _rule(node).terms
                 found = terms(node) if terms is not None else []
                 if len(found) > 1:
@@ -121,6 +124,8 @@ class Walk:
         return waiting.get(_INPUT, zeros), gains
 
     def _stepped(self, node: Node, given: list[Tensor]) -> Weights:
+        if not any(w.numel() for w in given) or not any(value.labels.numel() for value in node.values):
+            return []  # of no numbers, or from none
         for w, floating in zip(given, node.floating, strict=True):
             if not floating and bool((w > 0).any()):
                 raise no_rule(node)
