@@ -15,7 +15,7 @@ from itertools import count
 from math import prod
 from operator import itemgetter
 from typing import Any, ClassVar, Protocol, Self, TypedDict, cast
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 from zlib import crc32
 
 import torch
@@ -182,6 +182,7 @@ class WriteGuard:
     """
 
     _last: tuple[Tensor, tuple[Any, ...]] | None
+    _newest: Callable[[], Tensor | None]
 
     def __init__(self, written: bool = False) -> None:
         self.forget()
@@ -192,7 +193,9 @@ class WriteGuard:
         """Notice writes to ``weight`` from now on."""
         if type(weight) is not Tensor or torch_internals.transforms_are_active() or torch_internals.graph_recorder():
             return
-        if not weight.is_inference():
+        is_known = self._newest() is weight
+        if not weight.is_inference() and not is_known:
+            self._newest = ref(weight)
             counter = torch_internals.make_subclass(Tensor, weight)
             counter.data = _empty(weight.dtype, weight.device)
             (self._built if self.inside else self._read).append((counter, weight._version))
@@ -202,6 +205,7 @@ class WriteGuard:
     def forget(self) -> None:
         """Forget the weights that were returned so far."""
         self._written = False
+        self._newest = _nothing
         self._built: deque[tuple[Tensor, int]] = deque(maxlen=_BUILT)
         self._read: deque[tuple[Tensor, int]] = deque(maxlen=_READ)
         self._last = None
@@ -219,9 +223,14 @@ class WriteGuard:
         return WriteGuard, (self.found(),)  # a copy is built from the same free tensors, and must not lose the message
 
 
+def _nothing() -> None:
+    return None
+
+
 def _fingerprint(weight: Tensor) -> tuple[Any, ...]:
-    memory = weight.untyped_storage()  # read without an operation that whoever counts those would see
-    numbers = (c_char * memory.nbytes()).from_address(memory.data_ptr()) if memory.nbytes() else b""
+    # Read without an operation that whoever counts those would see. Built weights lie in one piece.
+    size = weight.numel() * weight.element_size()
+    numbers = (c_char * size).from_address(weight.data_ptr()) if size and weight.is_contiguous() else b""
     return weight.shape, weight.dtype, weight.device, crc32(numbers)
 
 
