@@ -34,6 +34,7 @@ CASES = {
     "FourierOrthoConv1d": (lambda: ts.FourierOrthoConv1d(2, 2, 3, stride=2), (2, 4)),
     "FourierOrthoConvTranspose1d": (lambda: ts.FourierOrthoConvTranspose1d(2, 2, 3), (2, 4)),
     "OrthoLinear": (lambda: ts.OrthoLinear(3, 5), (3,)),
+    "OrthoLinearTranspose": (lambda: ts.OrthoLinear(3, 5).adjoint(), (5,)),
     "UnitNormLinear": (lambda: ts.UnitNormLinear(4, 3), (4,)),
     "SLLBlock1d": (lambda: ts.SLLBlock1d(3), (3, 4)),
     "SLLLinear": (lambda: ts.SLLLinear(4), (4,)),
