@@ -53,8 +53,10 @@ def _without_branches(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Four shifted Cholesky passes and one without a shift, in the dtype of the rows and with no look at a value.
 
     A pass leaves directions that are stronger than the root of its shift at a length near 1, and makes weaker ones so
-    many times stronger: four passes make any rows well conditioned. Directions that are missing altogether are supplied
-    by a nudge towards fixed dense rows, no larger than the rounding of the rows themselves; zeros become such a row.
+    many times stronger: four passes made all rows that were tried well conditioned (up to 512 x 512). That no
+    factorisation fails with these shifts is measured, not proved: a shift that is proved to be enough lifts too little.
+    Directions that are missing altogether are supplied by a nudge towards fixed dense rows, no larger than the rounding
+    of the rows themselves; zeros become such a row.
 
     What takes time on an accelerator is the number of calls, so each pass is four of them.
     """
