@@ -308,6 +308,23 @@ def test_gradients_in_a_block_that_was_entered_without():
     assert_same(grads(model), expected)
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("make", [
+    lambda: ts.OrthoConv2d(4, 4, 3), lambda: ts.OrthoConv2d(4, 4, 3, method="soc"),
+    lambda: ts.FourierOrthoConv2d(4, 4, 3), lambda: ts.SLLBlock2d(4, 4, 3),
+])  # fmt: skip
+def test_a_first_pass_without_gradients_in_a_block(make, context):
+    torch.manual_seed(0)
+    model = nn.Sequential(make(), nn.Tanh())
+
+    def step(m):
+        with context():
+            assert not m(images()).requires_grad
+        plain_step(m)
+
+    assert_same(*two_ways(model, step))
+
+
 @pytest.mark.parametrize("change", [
     torch.nn.init.normal_, lambda tensor: tensor.data.add_(1) is None or torch.optim.SGD([tensor]).step()
 ])  # fmt: skip
