@@ -257,6 +257,17 @@ def test_a_failing_pass_leaves_nothing_behind():
     assert_same(grads(model), expected)
 
 
+@pytest.mark.parametrize("method", ["aoc", "soc"])
+def test_gradients_are_not_kept_beyond_the_block(method):
+    model = Branches(method)
+    with ts.built(model):
+        weight = model.first.weight
+        loss = model(images()).sum() + weight.sum()
+        loss.backward()
+    node = weight.grad_fn
+    assert node.weight.__dict__.keys().isdisjoint({"exact", "handed", "gathered"})
+
+
 def test_nested_blocks():
     torch.manual_seed(0)
     model = Branches()

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from trysquare import torch_internals
-from trysquare.nn.linalg.precision import apply_function, at_least_float32, protected
+from trysquare.nn.linalg.precision import apply_function, at_least_float32, differentiated_once, protected
 from trysquare.nn.parametrizations.base import Caching, Parametrization, WeightCache, plainly_laid_out, state_of
 from trysquare.nn.sharing import Elsewhere, Ranks, managed_by_fsdp, shares
 
@@ -310,7 +310,7 @@ class _Block:
     def forget(self) -> None:
         """Let go of the weights: passes that were not differentiated hold on to what hands them out."""
         for weight in self.weights.values():
-            del weight.exact, weight.handed
+            del weight.exact, weight.handed, weight.gathered
         self.weights.clear()
         self.batches.clear()
         self.stand_ins.clear()
@@ -437,7 +437,8 @@ def _built_together(alike: Sequence[Parametrization], frees: Sequence[Sequence[T
         return first.built(frees[0])
     stacked: list[Tensor] = [apply_function(_Stack, *each) for each in zip(*frees, strict=True)]
     exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in stacked]
-    return plainly_laid_out(protected(first.build_together, exact).to(first.like.dtype))
+    with differentiated_once():  # a second time, each weight is built by itself
+        return plainly_laid_out(protected(first.build_together, exact).to(first.like.dtype))
 
 
 class _Stack(torch.autograd.Function):
