@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trysquare import torch_internals
 from trysquare.nn.linalg.precision import apply_function, at_least_float32, differentiated_once, protected
-from trysquare.nn.parametrizations.base import Caching, Parametrization, WeightCache, plainly_laid_out, state_of
+from trysquare.nn.parametrizations.base import Caching, Parametrization, Sources, WeightCache, plainly_laid_out
 from trysquare.nn.sharing import Elsewhere, Ranks, managed_by_fsdp, shares
 
 __all__ = ["built"]
@@ -120,6 +120,7 @@ class _Block:
         self.batches: list[tuple[GradientEdge, list[_Weight]]] = []
         self.model, self.ranks, self.owner_only = model, ranks, owner_only
         self.differentiable = torch.is_grad_enabled()
+        self.distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.stand_ins: dict[Tensor, Tensor] = {}  # of free tensors, in the graphs of what this rank builds for all
         managed = managed_by_fsdp(model)
         if managed and ranks is not None:
@@ -348,18 +349,14 @@ class _Weight:
     def __init__(
         self, block: _Block, exact: Tensor, slots: dict[str, Any], names: Sequence[str], build: Callable[[], Tensor]
     ) -> None:
-        self.block, self.exact, self.slots, self.names, self.build = block, exact, slots, names, build
-        self.free: list[Tensor] = [slots[name] for name in names]
-        self.shape = exact.shape
-        self.factory: Any = {"dtype": at_least_float32(exact.dtype), "device": exact.device}
-        self.states = [_state(tensor) for tensor in self.free]
+        self.block, self.exact, self.shape, self.build = block, exact, exact.shape, build
+        self.sources = Sources(slots, names)
+        self.free = self.sources.tensors
         self.trains = [tensor.requires_grad for tensor in self.free]
-        self.trained = [tensor for tensor in self.free if tensor.requires_grad]
         self.gathered: Tensor | None = None
         # A pass runs the hooks of all leaves that it reaches, also without a gradient: those of users, and DDP's.
         hooked = any(tensor._backward_hooks or tensor._post_accumulate_grad_hooks for tensor in self.free)
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self.reached = [] if hooked or distributed else self.free
+        self.reached = [] if hooked or block.distributed else self.free
         self.handed: Tensor = apply_function(_HandOut, self, block.anchor, *self.reached)
 
     def check(self) -> None:
@@ -368,17 +365,25 @@ class _Weight:
         Raises:
             RuntimeError: if one was.
         """
-        for name, tensor, state in zip(self.names, self.free, self.states, strict=True):
-            if self.slots.get(name) is not tensor or _state(tensor) != state:
-                raise RuntimeError(
-                    f"a free tensor (of shape {tuple(tensor.shape)}) was changed in place inside of "
-                    "`with ts.built(model)`, moved or replaced, so that the weight that was built from it is out of "
-                    "date: step the optimizer, load, move and initialise outside of the block"
-                )
+        if not self.sources.unchanged():
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.free)
+            raise RuntimeError(
+                f"a free tensor (of shape {shapes}) was changed in place inside of `with ts.built(model)`, moved or "
+                "replaced, so that the weight that was built from it is out of date: step the optimizer, load, move "
+                "and initialise outside of the block"
+            )
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The free tensors whose gradients were wanted when the weight was built."""
+        return [tensor for tensor, trains in zip(self.free, self.trains, strict=True) if trains]
 
     def total(self) -> Tensor:
         """Return the sum of the gradients that gathered, which may be none."""
-        return torch.zeros(self.shape, **self.factory) if self.gathered is None else self.gathered
+        if self.gathered is not None:
+            return self.gathered
+        like = self.free[0]
+        return torch.zeros(self.shape, dtype=at_least_float32(like.dtype), device=like.device)
 
     def gradients(self, grad: Tensor | None, leaves: Sequence[Any]) -> tuple[Tensor | None, ...]:
         """Gather a gradient, or return those of the free tensors where they are wanted at once.
@@ -406,10 +411,6 @@ class _Weight:
             exact = self.build()
         found = iter(torch.autograd.grad(exact, wanted, grad, create_graph=differentiated, allow_unused=True))
         return tuple(None if leaf is None else next(found) for leaf in leaves)
-
-
-def _state(tensor: Tensor) -> tuple[int, ...]:
-    return tensor.data_ptr(), *state_of(tensor)
 
 
 def _all_run(leaves: Sequence[Any]) -> bool:
