@@ -21,6 +21,8 @@ ACTIVATIONS = [
     (ts.FullSort(), (7,)),
     (ts.FullSort(), (5, 2, 2)),
     (ts.Abs(), (5, 2)),
+    (ts.Abs(share=0.5), (5, 2)),
+    (ts.Abs(share=0.0), (4,)),
     (ts.Householder(6), (6,)),
     (ts.Householder(4, order=2), (4, 2, 2)),
     (ts.Householder(4, order=2, dim=-1), (2, 4)),
@@ -57,6 +59,13 @@ def test_sorts_really_sort():
     assert (groups.diff(dim=2) <= 0).all()
     assert torch.equal(groups.sum((1, 2)), x.view(3, 3, 4, 4).sort(2, descending=True).values.sum((1, 2)))
     assert torch.equal(ts.Abs()(x), x.abs())
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            assert torch.equal(ts.Abs(share=0.5)(x), torch.cat([x[:, :6].abs(), x[:, 6:]], dim=1))
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        ts.Abs(share=1.5)
+    with pytest.raises(ValueError, match=r"must be \(batch, channels"):
+        ts.Abs(share=0.5)(x[0, 0])
 
 
 def test_householder_is_maxmin_or_the_absolute_value_at_its_angles():
