@@ -83,7 +83,9 @@ class Positions(Isometry, nn.Module):
 
     def __init__(self, shape: Sequence[int], device: Device = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        sizes = per_axis("shape", shape, len(shape) if isinstance(shape, Sequence) else 1)
+        if not isinstance(shape, tuple | list) or not shape:
+            raise TypeError(f"shape={shown(shape)} must be that of an input without the batch, such as (64, 8, 8)")
+        sizes = per_axis("shape", shape, len(shape))
         self.bias = nn.Parameter(torch.zeros(sizes, device=device, dtype=dtype))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
