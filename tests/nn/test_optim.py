@@ -1,5 +1,6 @@
 """ProjUNN: the algebra of a step against dense formulas, and a recurrent network that learns."""
 
+import copy
 import math
 
 import pytest
@@ -228,3 +229,104 @@ def test_groups_that_are_added_are_checked():
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [nn.Parameter(torch.eye(3))], "rank": 2})
     assert [group["rank"] for group in optimizer.param_groups] == [1, 2]
+
+
+def trained(optimizer, parameters, steps, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_lookahead_is_its_recursion(share):
+    start, gradients = torch.randn(7, dtype=torch.float64), torch.randn(10, 7, dtype=torch.float64)
+    x = nn.Parameter(start.clone())
+    optimizer = torch.optim.SGD([x], lr=0.1)
+    ts.optim.Lookahead(optimizer, 4, share)
+    fast, slow = start.clone(), start.clone()
+    for number, gradient in enumerate(gradients, 1):
+        x.grad = gradient.clone()
+        optimizer.step()
+        fast = fast - 0.1 * gradient
+        if number % 4 == 0:
+            slow = slow + share * (fast - slow)
+            fast = slow
+        torch.testing.assert_close(x.detach(), fast, rtol=0, atol=1e-14)
+
+
+def test_the_average_is_its_recursion_and_leaves_training_alone():
+    start, gradients = torch.randn(7, dtype=torch.float64), torch.randn(30, 7, dtype=torch.float64)
+    x = nn.Parameter(start.clone())
+    optimizer = torch.optim.SGD([x], lr=0.1)
+    average = ts.optim.MovingAverage(optimizer, 0.6)
+    plain, mean = start.clone(), start.clone()
+    for number, gradient in enumerate(gradients, 1):
+        x.grad = gradient.clone()
+        optimizer.step()
+        plain = plain - 0.1 * gradient
+        decay = min(0.6, (1 + number) / (10 + number))
+        mean = decay * mean + (1 - decay) * plain
+        before = x.detach().clone()
+        with average.applied():
+            torch.testing.assert_close(x.detach(), mean, rtol=0, atol=1e-14)
+        assert torch.equal(x.detach(), before)
+        torch.testing.assert_close(before, plain, rtol=0, atol=1e-14)
+
+
+def test_an_error_within_the_average_gives_the_parameters_back():
+    layer = ts.OrthoLinear(4, 4)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    average = ts.optim.MovingAverage(optimizer)
+    trained(optimizer, list(layer.parameters()), 3)
+    weight = layer.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="inside"), average.applied():
+        raise RuntimeError("inside")
+    assert torch.equal(layer.weight, weight)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.SGD])
+def test_both_go_on_from_a_checkpoint(kind):
+    def made():
+        torch.manual_seed(0)
+        layer = ts.OrthoLinear(5, 4)
+        optimizer = kind(layer.parameters(), lr=0.01)
+        ts.optim.Lookahead(optimizer, 3)
+        return layer, optimizer, ts.optim.MovingAverage(optimizer, 0.9)
+
+    whole, optimizer, average = made()
+    trained(optimizer, list(whole.parameters()), 4, seed=1)
+    weights = {name: value.clone() for name, value in whole.state_dict().items()}
+    state = copy.deepcopy(optimizer.state_dict())
+    trained(optimizer, list(whole.parameters()), 4, seed=2)
+
+    resumed, later, later_average = made()
+    resumed.load_state_dict(weights)
+    later.load_state_dict(state)
+    trained(later, list(resumed.parameters()), 4, seed=2)
+    assert torch.equal(resumed.weight, whole.weight)
+    with average.applied(), later_average.applied():
+        assert torch.equal(resumed.weight, whole.weight)
+
+
+def test_what_has_no_gradient_yet_is_left_alone():
+    early, late = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.NAdam([early, late], lr=0.1)
+    ts.optim.Lookahead(optimizer, 2)
+    average = ts.optim.MovingAverage(optimizer)
+    trained(optimizer, [early], 2)
+    late.grad = None
+    with average.applied():
+        assert torch.equal(late, torch.ones(2))
+    trained(optimizer, [late], 4)
+    assert not torch.equal(late, torch.ones(2))
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, math.nan, "x"])
+def test_shares_are_checked(wrong):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ValueError, match="share="):
+        ts.optim.Lookahead(optimizer, 5, wrong)
+    with pytest.raises(ValueError, match="decay="):
+        ts.optim.MovingAverage(optimizer, wrong)

@@ -1,9 +1,10 @@
-"""Optimizers for parameters that are themselves orthogonal."""
+"""An optimizer for parameters that are themselves orthogonal, and what can be added to any optimizer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -130,3 +131,126 @@ def _check_orthogonal(parameter: Tensor) -> None:
             f"a parameter of shape {shape} is not orthogonal: U* U - I has entries up to {missed:.2g}; start from "
             "nn.init.orthogonal_ or from torch.linalg.qr of a complex matrix"
         )
+
+
+class Lookahead:
+    """Every so many steps of an optimizer, go back to a place between where they began and where they led.
+
+    As of Zhang et al. (2019). Where they began is part of the optimizer's ``state_dict``. Free tensors of orthogonal
+    layers may be any matrix, so that a place between two of them is one too.
+
+    Args:
+        optimizer: any of torch's; it is used as before.
+        every: steps.
+        share: of the way, from where the steps began; 1 changes nothing.
+
+    >>> x = nn.Parameter(torch.zeros(1))
+    >>> optimizer = torch.optim.SGD([x], lr=1.0)
+    >>> _ = ts.optim.Lookahead(optimizer, every=3, share=0.5)
+    >>> for _ in range(3):
+    ...     x.grad = torch.tensor([-1.0])
+    ...     optimizer.step()
+    >>> x.item()
+    1.5
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, every: int = 5, share: float = 0.5) -> None:
+        self.every, self.share = positive("every", every), _share("share", share)
+        self._kept = _Kept(optimizer, "slow")
+        optimizer.param_groups[0]["lookahead_steps"] = 0
+        optimizer.register_step_post_hook(self._after_step)
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        group = optimizer.param_groups[0]
+        group["lookahead_steps"] += 1
+        for parameter, slow in self._kept.trained():
+            if group["lookahead_steps"] % self.every == 0:
+                parameter.copy_(slow.lerp_(parameter, self.share))
+
+
+class MovingAverage:
+    """The moving average of what an optimizer trains, to evaluate with. It is part of the optimizer's ``state_dict``.
+
+    Buffers, such as the means of a centering, stay as they are.
+
+    Args:
+        optimizer: any of torch's; it is used as before.
+        decay: of the average in one step, less in the first steps.
+
+    >>> layer = OrthoLinear(4, 4)
+    >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    >>> average = ts.optim.MovingAverage(optimizer, decay=0.99)
+    >>> layer(torch.ones(1, 4)).sum().backward()
+    >>> optimizer.step()
+    >>> trained = layer.weight.detach().clone()
+    >>> with average.applied():
+    ...     averaged = layer.weight.detach().clone()
+    >>> torch.equal(averaged, trained), torch.equal(layer.weight, trained)
+    (False, True)
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, decay: float = 0.999) -> None:
+        self.decay = _share("decay", decay)
+        self._kept = _Kept(optimizer, "average")
+        optimizer.param_groups[0]["average_steps"] = 0
+        optimizer.register_step_post_hook(self._after_step)
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        group = optimizer.param_groups[0]
+        group["average_steps"] += 1
+        decay = min(self.decay, (1 + group["average_steps"]) / (10 + group["average_steps"]))
+        for parameter, average in self._kept.trained():
+            average.lerp_(parameter, 1 - decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Put the averages in the places of the parameters, and afterwards these back, bit for bit."""
+        pairs = self._kept.pairs()
+        trained = [(parameter, parameter.detach().clone()) for parameter, _ in pairs]
+        _copy(pairs)
+        try:
+            yield
+        finally:
+            _copy(trained)
+
+
+class _Kept:
+    """A tensor beside each parameter of an optimizer, in its state from the first step on that changes the parameter.
+
+    Not earlier: optimizers take a state that is not empty for one of their own.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        self.optimizer, self.name = optimizer, name
+        self._first = {parameter: parameter.detach().clone() for parameter in self._parameters()}
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def trained(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parameters that the step before changed, each with what is kept."""
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                state = self.optimizer.state[parameter]
+                if self.name not in state:
+                    state[self.name] = self._first.pop(parameter)
+                yield parameter, state[self.name]
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """All parameters that have been trained, each with what is kept."""
+        states = self.optimizer.state
+        return [(p, states[p][self.name]) for p in self._parameters() if p in states and self.name in states[p]]
+
+
+@torch.no_grad()
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for parameter, value in pairs:
+        parameter.copy_(value)
+
+
+def _share(name: str, value: float) -> float:
+    if not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ValueError(f"{name}={value!r} must be a number above 0 and at most 1")
+    return float(value)

@@ -341,6 +341,8 @@ _RANGES: dict[str, Range] = {
     "optimizer.momentum": _DECAY,
     "optimizer.weight_decay": (f"at least 0 and at most {_LARGEST_RATE}", lambda value: 0 <= value <= _LARGEST_RATE),
     "optimizer.warmup_steps": _at_least(0),
+    "optimizer.lookahead": _at_least(0),
+    "optimizer.average": _DECAY,
     "train.epochs": _at_least(1),
     "train.batch_size": _at_least(1),
     "train.accumulate": _at_least(1),
