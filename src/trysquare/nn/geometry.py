@@ -46,9 +46,9 @@ def per_axis(name: str, value: int | Sequence[int], dims: int, least: int = 1) -
         sizes = () if any(isinstance(v, bool) for v in values) else tuple(map(index, values))
     except (TypeError, RuntimeError):  # torch's error for tensors without a value
         sizes = ()
-    if len(sizes) != dims:
+    if len(sizes) != dims or not sizes:
         several = f" or {dims} integers, one per axis" if dims > 1 else ""
-        raise ValueError(f"{name}={shown(value)} must be an integer{several}")
+        raise ValueError(f"{name}={shown(value)} must be {'an integer' if dims else 'integers, at least one'}{several}")
     if min(sizes) < least or max(sizes) > _LARGEST:
         limits = f"at least {least}" if min(sizes) < least else f"at most {_LARGEST}"
         raise ValueError(f"{name}={shown(value)} must be {limits}{' on every axis' if dims > 1 else ''}")

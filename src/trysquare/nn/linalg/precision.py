@@ -156,6 +156,11 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     return None
 
 
+def coarsest_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of fewest digits that products with ``tensor`` are computed in: its own, or that of autocast."""
+    return max((tensor.dtype, autocast_dtype(tensor) or tensor.dtype), key=lambda dtype: torch.finfo(dtype).eps)
+
+
 def as_autocast(tensor: Tensor) -> Tensor:
     """``tensor`` as autocast gives it to a product or convolution; it leaves float64 alone."""
     dtype = autocast_dtype(tensor)
