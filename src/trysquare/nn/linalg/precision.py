@@ -10,8 +10,8 @@ second.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -346,6 +346,23 @@ class Operation:
             return self.function.apply(*args)[0]  # type: ignore[no-any-return]
 
 
+class _Once(threading.local):
+    inside = False
+
+
+_ONCE = _Once()
+
+
+@contextmanager
+def differentiated_once() -> Iterator[None]:
+    """Context whose results have first derivatives only, in exchange for which they keep no inputs alive."""
+    before, _ONCE.inside = _ONCE.inside, True
+    try:
+        yield
+    finally:
+        _ONCE.inside = before
+
+
 def for_first_derivatives(
     name: str,
     compute: Callable[..., Tensor],
@@ -366,7 +383,7 @@ def for_first_derivatives(
         def forward(ctx: Any, *inputs: Any) -> Tensor:
             # The inputs are not saved for backward: they are free tensors, which live anyway, and training does not
             # need them. They are for `gradient_again`.
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and not _ONCE.inside:
                 ctx.inputs, ctx.versions = inputs, _versions(inputs)
             ctx.set_materialize_grads(False)
             return compute(ctx, *inputs)
