@@ -49,7 +49,7 @@ _SQRT2_UP = math.nextafter(math.sqrt(2), 2)
 _MEASURED_SAMPLES = 512
 # Images that are evaluated together in float64, and numbers that all calls on them may make.
 _LARGEST_BATCH = 256
-_FLOAT64_NUMBERS = 1 << 22
+_FLOAT64_NUMBERS = 1 << 20
 
 
 def certified_radius(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trysquare.verify.lipschitz.graph import Graph, Node
-from trysquare.verify.lipschitz.record import Slot, Step
+from trysquare.verify.lipschitz.record import NOT_NUMBERS, Slot, Step
 from trysquare.verify.lipschitz.rules import RULES
 
 # What a leaf that is not made of calls with rules may be off by in float64, relative to its input and output: assumed.
@@ -91,6 +91,8 @@ class ExactEvaluation:
             return {}, tree_leaves(step.move(payload, lambda number: number))
 
         def longer(name: str, leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and name in NOT_NUMBERS:
+                return leaf.cpu()
             if isinstance(leaf, Slot | Tensor):
                 return payload(leaf)
             return torch.float64 if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf

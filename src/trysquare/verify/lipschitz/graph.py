@@ -65,6 +65,7 @@ class Node:
         inner: what a leaf computes inside.
         inner_labels: of what it returned there.
         changes: bounds of the arguments whose changes add up, by their ``id``: how the sum is best shared out.
+        apart: whether these arguments read different inputs of the network.
         constants: of a leaf, one for each input, once they are known.
         norms: certified norms that are known already, by what the outputs are weighted with.
         range: of the singular values of a convolution, if that was met on the way.
@@ -81,6 +82,7 @@ class Node:
     inner: list[Node] = field(default_factory=list)
     inner_labels: list[Tensor] = field(default_factory=list)
     changes: dict[int, float] = field(default_factory=dict)
+    apart: bool = False
     constants: list[float] | None = None
     moves: bool = False
     norms: dict[bytes, Any] = field(default_factory=dict)

@@ -38,7 +38,7 @@ MOVES = frozenset(
 )
 _SAME = frozenset(["alias", "as_strided", "clone", "contiguous", "detach", "lift_fresh"])
 _RESHAPE = frozenset(["view", "_unsafe_view", "_reshape_alias"])
-_NOT_NUMBERS = frozenset(["index", "indices", "mask", "condition"])
+NOT_NUMBERS = frozenset(["index", "indices", "mask", "condition"])
 _DROPPED = frozenset(["dtype", "device", "layout", "pin_memory", "memory_format", "non_blocking"])
 # Calls that make a constant with the shape or dtype of a value.
 _FACTS = frozenset("empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros".split())
@@ -104,7 +104,7 @@ class Step:
         """
 
         def change(name: str, leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) and name in _NOT_NUMBERS:
+            if isinstance(leaf, Tensor) and name in NOT_NUMBERS:
                 return leaf.cpu()
             if isinstance(leaf, Tensor | Slot):
                 return payload(leaf)
@@ -319,15 +319,17 @@ def _only_moves(step: Step, value: Tensor, made: Tensor) -> bool:
     """Whether a call moves numbers, and by constants alone.
 
     Raises:
-        NoRuleError: if what it moves depends on the input, or it adds numbers up on the way.
+        NoRuleError: if what it moves depends on the input, or it multiplies numbers on the way.
     """
     named = step.named(lambda _, leaf: leaf)
     if step.op == "where":
         return not isinstance(named["condition"], Slot)
     if step.op == "as_strided" and not (made.shape == value.shape and layout(made) == layout(value)):
         raise NoRuleError(f"as_strided reads memory by its address ({user_line()}), which has no rule; use views")
-    if "reduce" in step.func._overloadname or named.get("accumulate"):
-        raise NoRuleError(f"{step.op} that adds up has no rule ({user_line()})")
+    if "reduce" in step.func._overloadname:
+        raise NoRuleError(f"{step.op} with reduce= has no rule ({user_line()}); scatter_add and index_add have")
+    if named.get("accumulate"):
+        return False
     if any(isinstance(leaf, Slot) for name in ("index", "indices", "mask") for leaf in tree_leaves(named.get(name))):
         raise NoRuleError(f"an index or mask depends on the input ({step.op}, {user_line()}): what it selects jumps")
     return True

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from trysquare.nn.linalg.bounds import SingularValueRange, normalized, rescaled_up, singular_value_range
 from trysquare.nn.linalg.precision import at_least_float32
@@ -307,11 +308,16 @@ def add(node: Node, given: list[Tensor]) -> Weights:
 
 
 def _shares(node: Node, terms: list[tuple[Value, float]]) -> list[float]:
-    """``s_k = Σ L_j / L_k``, best for terms that change by ``L_k``, with ``Σ 1 / s_k = 1``."""
+    """Factors ``s_k`` with ``Σ 1 / s_k = 1``, the best for terms that change by ``L_k`` at most.
+
+    Of terms that read the same inputs these are ``Σ L_j / L_k``, and the changes add up; of terms that read different
+    inputs they are ``Σ L_j² / L_k²``, and only their squares do.
+    """
     sizes = [factor * node.changes.get(id(value), 1.0) for value, factor in terms]
     if not all(0 < size < math.inf for size in sizes):
         sizes = [1.0] * len(sizes)
-    sizes = [max(size, 1e-9 * max(sizes)) for size in sizes]
+    most = max(sizes)
+    sizes = [max(size / most, 1e-9) ** (2 if node.apart else 1) for size in sizes]
     return [sum(sizes) / size * _UP for size in sizes]
 
 
@@ -402,9 +408,9 @@ def two_sides(node: Node, given: list[Tensor]) -> Weights:
     return [(node.args["self"].labels, torch.maximum(*given))]
 
 
-@_on("hypot", rounding=_function_rounding)
-def hypotenuse(node: Node, given: list[Tensor]) -> Weights:
-    """The norm of a pair."""
+@_on("hypot logaddexp logaddexp2", rounding=_function_rounding)
+def smooth_extremum(node: Node, given: list[Tensor]) -> Weights:
+    """The gradient has norm 1 at most: a unit vector for the norm of a pair, and a softmax for the logarithm."""
     return [_spread(value, given[0]) for value in node.values]
 
 
@@ -472,6 +478,76 @@ def total(node: Node, given: list[Tensor]) -> Weights:
     """``n`` numbers to their sum: ``Δsum² <= n Σ Δ²``."""
     number = node.values[0].labels.numel() / max(1, given[0].numel())
     return _reduced(node, scaled(given[0], math.sqrt(number)), lambda w, axes: w)
+
+
+@_on("cumsum", remark="it adds up many numbers: divide by {bound}", attained=True,
+     rounding=lambda args, out: _running_rounding(args, out))  # fmt: skip
+def running_total(node: Node, given: list[Tensor]) -> Weights:
+    """The matrix of ones on and below the diagonal has the inverse ``D`` of differences, and ``D Dᵀ`` is tridiagonal.
+
+    Its smallest eigenvalue is ``4 sin²(π / (4 n + 2))``.
+    """
+    labels, weights = node.args["self"].labels, given[0]
+    if not labels.ndim:
+        return [(labels, weights)]
+    axis = node.args["dim"]
+    norm = 1 / (2 * math.sin(math.pi / (4 * labels.shape[axis] + 2))) * _UP
+    return [(labels, scaled(weights.amax(axis, keepdim=True), norm).expand(labels.shape))]
+
+
+def _running_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+    """Each of ``n`` sums has fewer than ``n`` roundings of sums of absolute values."""
+    value = args["self"]
+    length = value.shape[args["dim"]] if value.ndim else 1
+    return 2 * UNIT_ROUNDOFF * length * length * size_of(value)
+
+
+# Of each call that adds numbers to others at constant positions: the arguments that it adds up.
+_ADDED = {"index_add": "source", "scatter_add": "src", "index_put": "values"}
+
+
+def _number_of_terms(op: str, args: dict[str, Any], parts: dict[str, Tensor]) -> Tensor:
+    """The same call on other numbers: on ones and zeros, how many of the ones are added up at each position."""
+    numbers: dict[str, Any] = {name: value for name, value in args.items() if name != "alpha"}
+    return getattr(torch.ops.aten, op)(
+        **tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, numbers) | parts
+    )
+
+
+@_on(" ".join(_ADDED), remark="numbers are added up: divide by the root of how many", attained=True,
+     rounding=lambda args, out: _added_rounding(args, out))  # fmt: skip
+def added(node: Node, given: list[Tensor]) -> Weights:
+    """``(Σ a_k)² <= n Σ a_k²`` where ``n`` numbers meet; weights go back to them by the transpose of the call."""
+    source = _ADDED[node.op]
+    if any(isinstance(leaf, Value) for name in ("index", "indices") for leaf in tree_leaves(node.args.get(name))):
+        raise NoRuleError("an index depends on the input: where it adds a number jumps")
+    with torch.enable_grad():
+        parts = {
+            name: torch.full(shape, float(isinstance(node.args[name], Value)), dtype=torch.float64, requires_grad=True)
+            for name in ("self", source)
+            for shape in [_shape(node.args[name])]
+        }
+        terms = _number_of_terms(node.op, node.args, parts)
+        back = torch.autograd.grad(terms, list(parts.values()), scaled(given[0], terms.detach().sqrt() * _UP))
+    factors: dict[str, Any] = {"self": 1.0, source: largest(node.args.get("alpha", 1), node.dtype)}
+    return [
+        (node.args[name].labels, scaled(weights, factors[name] * _UP))
+        for name, weights in zip(parts, back, strict=True)
+        if isinstance(node.args[name], Value)
+    ]
+
+
+def _shape(argument: Any) -> torch.Size:
+    return argument.labels.shape if isinstance(argument, Value) else argument.shape
+
+
+def _added_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+    """A rounding for each number that is added at a position."""
+    op, source = next((op, name) for op, name in _ADDED.items() if name in args)
+    ones = {name: torch.ones(args[name].shape, dtype=torch.float64) for name in ("self", source)}
+    terms = float(_number_of_terms(op, args, ones).max()) if out[0].numel() else 0.0
+    sizes = size_of(args["self"]) + (1 + abs(args.get("alpha", 1))) * size_of(args[source]) * math.sqrt(max(1.0, terms))
+    return 4 * UNIT_ROUNDOFF * (terms + 2) * math.sqrt(terms + 1) * sizes
 
 
 def _reduced(node: Node, weights: Tensor, along: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Weights:
@@ -985,10 +1061,10 @@ REASONS = {
     **dict.fromkeys(["var", "std", "var_mean", "std_mean", "var_correction"], _SQUARES),
     **dict.fromkeys("hardshrink sign round floor ceil trunc frac remainder fmod argmax argmin argsort".split(), _JUMPS),
     **dict.fromkeys("heaviside bucketize searchsorted one_hot".split(), _JUMPS),
-    **dict.fromkeys(["exp", "expm1", "pow", "square", "log", "log1p", "sqrt", "tan", "sinh", "cosh", "prod"], _GROWS),
+    **dict.fromkeys("exp expm1 pow square log log1p sqrt tan sinh cosh prod cumprod".split(), _GROWS),
     **dict.fromkeys(["addcmul", "addcdiv", "glu"], "it multiplies or divides values by each other"),
     **dict.fromkeys(["upsample_bicubic2d", "grid_sampler_2d"], "this interpolation has no rule; bilinear has"),
-    **dict.fromkeys(["cumsum", "cumprod", "fft_r2c", "_fft_r2c", "_fft_c2c"], _MATRICES),
+    **dict.fromkeys(["fft_r2c", "_fft_r2c", "_fft_c2c"], _MATRICES),
 }  # fmt: skip
 REASONS |= {
     f"_scaled_dot_product_{kind}": _ATTENTION
