@@ -1,4 +1,4 @@
-"""ProjUNN: the algebra of a step against dense formulas, and a recurrent network that learns."""
+"""ProjUNN: the algebra of a step against dense formulas, and a recurrent network that learns; groups of parameters."""
 
 import copy
 import math
@@ -11,6 +11,57 @@ from torch import nn
 import trysquare as ts
 from trysquare.nn.linalg.fourier import apply_response, orthogonal_response
 from trysquare.nn.linalg.unitary import distance_from_unitary, low_rank_factors, polish, rotate
+
+
+def names_by_group(model, **options):
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {g["name"]: {names[p] for p in g["params"]} for g in ts.parameter_groups(model, **options)}
+
+
+def test_only_plain_weights_decay():
+    model = nn.Sequential(
+        ts.OrthoConv2d(3, 8, 3), ts.BatchCentering(8), ts.Householder(8), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8),
+        ts.LearnableResidual(ts.SLLBlock2d(8)), ts.FourierOrthoConv2d(8, 8, 3), nn.Flatten(),
+        nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)), ts.UnitNormLinear(8, 4),
+    )  # fmt: skip
+    groups = names_by_group(model, weight_decay=0.1)
+    assert groups["decayed"] == {"3.weight"}
+    free = {name for name in dict(model.named_parameters()) if ".original" in name} | {"6.weight"}
+    assert groups["free"] == free
+    assert groups["other"] == set(dict(model.named_parameters())) - free - {"3.weight"}
+    assert [(g["lr"], g["weight_decay"]) for g in ts.parameter_groups(model, lr=0.2, weight_decay=0.1)] == [
+        (0.2, 0.0), (0.2, 0.1), (0.2, 0.0)
+    ]  # fmt: skip
+
+
+def test_frozen_and_shared_parameters_and_what_is_no_model():
+    model = nn.Sequential(ts.OrthoLinear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[2].weight = model[1].weight
+    model[0].requires_grad_(False)
+    assert names_by_group(model) == {"decayed": {"1.weight"}, "other": {"1.bias", "2.bias"}}
+    assert ts.parameter_groups(nn.Sequential()) == []
+    with pytest.raises(TypeError, match="list"):
+        ts.parameter_groups(list(model.parameters()))
+
+
+@pytest.mark.parametrize("method", ["aoc", "bcop", "rko", "sc-fac", "bro", "aol"])
+@pytest.mark.parametrize("orthogonalizer", ["cholesky", "qr", "newton_schulz"])
+def test_decay_of_free_tensors_leaves_the_weight_and_makes_steps_longer(method, orthogonalizer):
+    if not ts.METHODS[method].uses_orthogonalizer and orthogonalizer != "cholesky":
+        return
+    options = {"orthogonalizer": orthogonalizer} if ts.METHODS[method].uses_orthogonalizer else {}
+    layer = ts.OrthoConv2d(4, 8, 3, stride=2, method=method, dtype=torch.float64, **options)
+    before = layer.weight.detach().clone()
+    (2 * layer.weight).sin().sum().backward()
+    gradients = [tensor.grad.clone() for tensor in layer.free_tensors]
+    layer.zero_grad()
+    with torch.no_grad():
+        for tensor in layer.free_tensors[: 1 if method == "aol" else None]:
+            tensor.mul_(0.5)
+    torch.testing.assert_close(layer.weight, before)
+    (2 * layer.weight).sin().sum().backward()
+    for tensor, gradient in list(zip(layer.free_tensors, gradients, strict=True))[: 1 if method == "aol" else None]:
+        torch.testing.assert_close(tensor.grad, 2 * gradient)
 
 
 def unitary(*shape, dtype=torch.complex128):

@@ -196,7 +196,8 @@ class ConvGeometry:
     With ``orthogonal=False`` only a 1-Lipschitz kernel is asked for; then every geometry is fine, and what is said
     about orthogonal kernels says what would be possible. With ``exact=False`` the kernel is orthogonal to a stated
     error, and may have one channel that is not a shift. ``transposed`` says that the numbers are those of a transposed
-    layer's convolution, so that errors call them by the names that the user gave.
+    layer's convolution, so that errors call them by the names that the user gave. ``axis_order`` is the order in which
+    projectors grow the axes, next to the matrix first; that of the axes unless given.
 
     Raises:
         ValueError: if no orthogonal kernel has these numbers, or if the only ones have nothing to
@@ -216,6 +217,7 @@ class ConvGeometry:
     orthogonal: bool = True
     exact: bool = True
     transposed: bool = False
+    axis_order: Sizes | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be orthogonal."""
@@ -339,7 +341,7 @@ class ConvGeometry:
     def frame_axes(self) -> Sizes:
         """Axis that each projector grows by one tap, alternating so that axes mix (the order of BCOP)."""
         missing = [k - r for k, r in zip(self.kernel_size, self.reach, strict=True)]
-        rounds = zip_longest(*([axis] * count for axis, count in enumerate(missing)))
+        rounds = zip_longest(*([axis] * missing[axis] for axis in self.axis_order or range(self.dims)))
         return tuple(axis for axis in chain.from_iterable(rounds) if axis is not None)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""An optimizer for parameters that are themselves orthogonal, and what can be added to any optimizer."""
+"""Groups of parameters, an optimizer for orthogonal ones, and what can be added to any optimizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim.optimizer import ParamsT
 
 from trysquare.nn.geometry import positive
@@ -18,6 +19,52 @@ _POLISH_EVERY = 100
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 # Largest entry of U* U - I that a parameter may start with.
 _START_TOLERANCE = 1e-3
+
+
+def parameter_groups(model: nn.Module, *, lr: float | None = None, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+    """Return the trainable parameters of a model in groups for an optimizer, of which only plain weights decay.
+
+    Most weights of this library do not depend on the scale of their free tensors. Decay then does not make the weight
+    smaller, but every further step larger, which is what a learning rate is for; of the others it changes what the
+    method means by 0. So decay is for weights with two axes or more of layers that are not parametrized.
+
+    Args:
+        model: any model.
+        lr: learning rate of all groups; that of the optimizer if not given.
+        weight_decay: decay of plain weights.
+
+    Returns:
+        Groups named ``"free"`` (free tensors of weights of ours, and of any other parametrization), ``"decayed"`` and
+        ``"other"`` (biases, factors, angles), without those that would be empty. They are dictionaries, in which a
+        group may get a learning rate of its own.
+
+    Raises:
+        TypeError: if ``model`` is no module.
+
+    >>> model = nn.Sequential(OrthoConv2d(3, 8, 3), MaxMin(), nn.Flatten(), nn.Linear(512, 10))
+    >>> optimizer = torch.optim.AdamW(ts.parameter_groups(model, lr=1e-3, weight_decay=0.05))
+    >>> [(group["name"], len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
+    [('free', 2, 0.0), ('decayed', 1, 0.05), ('other', 2, 0.0)]
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    kinds: dict[str, dict[Tensor, None]] = {"free": {}, "decayed": {}, "other": {}}  # dictionaries as ordered sets
+    for module in model.modules():
+        ours = type(module).__module__.startswith("trysquare.")
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, ParametrizationList) or (ours and name == "weight"):
+                kind = "free"
+            else:
+                kind = "decayed" if parameter.ndim > 1 and not ours else "other"
+            if parameter.requires_grad and not any(parameter in group for group in kinds.values()):
+                kinds[kind][parameter] = None
+    rate: dict[str, Any] = {} if lr is None else {"lr": lr}
+    decays = {"free": 0.0, "decayed": weight_decay, "other": 0.0}
+    return [
+        {"name": kind, "params": list(group), **rate, "weight_decay": decays[kind]}
+        for kind, group in kinds.items()
+        if group
+    ]
 
 
 class ProjUNN(torch.optim.Optimizer):

@@ -32,6 +32,7 @@ def doubled(channels=4):
 MAP, SMALL, LINE, CUBE = (4, 6, 6), (4, 4, 4), (4, 6), (2, 4, 4, 4)
 CASES = {
     "MaxMin": (ts.MaxMin, SMALL, False),
+    "MaxMin, halves": (lambda: ts.MaxMin(halves=True), SMALL, False),
     "MaxMin, last axis": (lambda: ts.MaxMin(dim=-1), LINE, False),
     "GroupSort": (lambda: ts.GroupSort(2), SMALL, False),
     "FullSort": (ts.FullSort, LINE, False),

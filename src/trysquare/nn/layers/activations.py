@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.naming import shown
-from trysquare.nn.geometry import Sizes, number, positive
+from trysquare.nn.geometry import Sizes, flag, number, positive
 from trysquare.nn.linalg.lattice import ROUND_UP
 from trysquare.nn.linalg.operator import checked_weight
 from trysquare.nn.linalg.precision import at_least_float32
@@ -46,22 +46,29 @@ class MaxMin(nn.Module):
 
     Args:
         dim: axis of the channels, of even size.
+        halves: whether channel ``i`` makes a pair with the one half of the channels further on instead, as in most
+            other libraries: all larger ones come first, then all smaller ones.
 
     >>> MaxMin()(torch.tensor([[1.0, 2.0, 4.0, 3.0]]))
     tensor([[2., 1., 4., 3.]])
+    >>> MaxMin(halves=True)(torch.tensor([[1.0, 2.0, 4.0, 3.0]]))
+    tensor([[4., 3., 1., 2.]])
     """
 
-    def __init__(self, dim: int = 1) -> None:
+    def __init__(self, dim: int = 1, *, halves: bool = False) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim, self.halves = dim, flag("halves", halves)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Sort pairs."""
         axis = _after(self.dim)
-        return max_min(_grouped(input, 2, self.dim), axis).flatten(*_merged(axis))
+        pairs = _grouped(input, 2, self.dim)
+        ordered = max_min(input.unflatten(self.dim, (2, -1)), axis - 1) if self.halves else max_min(pairs, axis)
+        return ordered.flatten(*_merged(axis))
 
     def extra_repr(self) -> str:
-        return "" if self.dim == 1 else f"dim={self.dim}"
+        shown = ([] if self.dim == 1 else [f"dim={self.dim}"]) + ["halves=True"] * self.halves
+        return ", ".join(shown)
 
 
 def _merged(axis: int) -> tuple[int, int]:
