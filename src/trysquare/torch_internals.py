@@ -46,8 +46,8 @@ jit_trace = torch._C._get_tracing_state
 
 # The switches of each backend for float32 products of fewer digits, by backend and operation. The public properties
 # (``torch.backends.cuda.matmul.fp32_precision``) cover only some of the backends and operations.
-precision_of = torch._C._get_fp32_precision_getter  # type: ignore[attr-defined]
-set_precision_of = torch._C._set_fp32_precision_setter  # type: ignore[attr-defined]
+precision_of = torch._C._get_fp32_precision_getter
+set_precision_of = torch._C._set_fp32_precision_setter
 
 # Tensors without numbers that modules with real parameters take, so that a model can be traced with its sizes. The
 # public way to them (``torch.export``) loses the modules.
@@ -128,7 +128,7 @@ def functionalized(func: Any, args: Any, kwargs: Any) -> Any:
 
 def without_memory(cls: type, like: torch.Tensor) -> Any:
     """Make a tensor of a subclass that has shape, strides and dtype of another, and nothing to read."""
-    made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    made: Any = torch.Tensor._make_wrapper_subclass(
         cls, like.shape, like.stride(), like.storage_offset(), None, like.dtype, like.layout, like.device, False, False,
         None, False, False, _BITS & torch._C._dispatch_keys(like),
     )  # fmt: skip

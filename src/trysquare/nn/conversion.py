@@ -335,7 +335,7 @@ class _Converter:
         handler = getattr(self, f"_call_{name}", None)
         if handler is None:
             raise NotConvertibleError(UNKNOWN)
-        return handler(node)  # type: ignore[no-any-return]
+        return handler(node)
 
     def _as_module(self, node: fx.Node, module: nn.Module) -> tuple[str, str]:
         """Convert a call as the module that does the same; dropout becomes that, since it was traced in eval mode."""
@@ -492,7 +492,7 @@ class _Converter:
     def _conv(self, node: fx.Node) -> tuple[str, str]:
         def build(shape: torch.Size, groups: int = 1, **kw: Any) -> nn.Module:
             kind = getattr(nn, f"Conv{len(shape) - 2}d")
-            return kind(shape[1] * groups, shape[0], tuple(shape[2:]), groups=groups, **kw)  # type: ignore[no-any-return]
+            return kind(shape[1] * groups, shape[0], tuple(shape[2:]), groups=groups, **kw)
 
         return self._weighted(node, "stride padding dilation groups", build)
 
@@ -501,7 +501,7 @@ class _Converter:
     def _conv_transpose(self, node: fx.Node) -> tuple[str, str]:
         def build(shape: torch.Size, groups: int = 1, **kw: Any) -> nn.Module:
             kind = getattr(nn, f"ConvTranspose{len(shape) - 2}d")
-            return kind(shape[0], shape[1] * groups, tuple(shape[2:]), groups=groups, **kw)  # type: ignore[no-any-return]
+            return kind(shape[0], shape[1] * groups, tuple(shape[2:]), groups=groups, **kw)
 
         return self._weighted(node, "stride padding output_padding groups dilation", build)
 
@@ -522,7 +522,7 @@ class _Converter:
 
 
 def _kind(module: nn.Module) -> str:
-    return module._get_name()  # type: ignore[no-any-return]
+    return module._get_name()
 
 
 def _last(module: nn.Module) -> nn.Module:
@@ -536,7 +536,7 @@ class Converted(fx.GraphModule):
     @property
     def conversion(self) -> Conversion:
         """What was changed, to what, and why."""
-        return self.meta["conversion"]  # type: ignore[no-any-return]
+        return self.meta["conversion"]
 
 
 @overload

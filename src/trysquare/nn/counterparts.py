@@ -109,7 +109,7 @@ def _convolution(at: Request) -> Replacement:
 
     def make(padding_mode: str = "zeros", **changed: Any) -> nn.Module:
         given = {**numbers, **changed, "bias": m.bias is not None, "padding_mode": padding_mode}
-        return layer(m.in_channels, m.out_channels, **given, **at.factory)  # type: ignore[no-any-return]
+        return layer(m.in_channels, m.out_channels, **given, **at.factory)
 
     border = ""
     if m.padding_mode == "circular" and all(n % s == 0 for n, s in zip(at.sizes, m.stride, strict=True)):
@@ -192,7 +192,7 @@ def _max_pool(at: Request) -> Replacement:
     if m.return_indices:
         raise NotConvertibleError("return_indices=True")
     windows = [each_axis(value, dims) for value in (m.kernel_size, m.stride or m.kernel_size, m.dilation)]
-    overlap = window_overlap(*windows)  # type: ignore[arg-type]
+    overlap = window_overlap(*windows)
     if overlap == 1:
         return None, "1-Lipschitz as it is: windows do not overlap"
     why = f"up to {overlap} windows share an input"

@@ -152,8 +152,8 @@ def _traced(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
 
 def _as_onnx(model: nn.Module, example: Tensor) -> Exported:
     try:
-        import onnxruntime  # type: ignore[import-untyped, import-not-found]
-        import onnxscript  # type: ignore[import-untyped, import-not-found]  # noqa: F401
+        import onnxruntime
+        import onnxscript  # noqa: F401
     except ImportError as error:
         raise ImportError("ONNX needs onnx, onnxscript and onnxruntime: pip install 'trysquare[export]'") from error
     with _quiet():

@@ -347,7 +347,7 @@ def _names(attacks: Any) -> list[Any]:
 
 def _autoattack(target: _Target, radius: float, attacks: Sequence[str] | None, seed: int) -> Any:
     try:
-        from pyautoattack import AutoAttack  # type: ignore[import-untyped, import-not-found]
+        from pyautoattack import AutoAttack
     except ImportError as error:
         raise ImportError("AutoAttack needs pyautoattack: pip install 'trysquare[attack]'") from error
     rivals = target.clean.shape[1] - 1

@@ -254,7 +254,7 @@ class _Convolution(OrthogonalConvolution):
         geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
         convolution = Convolution.of(geometry, geometry.pads(padding, padding_mode), padding_mode)
         check_dtype(dtype)
-        super().__init__(  # type: ignore[call-arg]
+        super().__init__(
             geometry.in_channels,
             geometry.out_channels,
             geometry.kernel_size,
@@ -338,7 +338,7 @@ class _TransposedConvolution(OrthogonalConvolution):
         pads = crops(geometry, padding, output_padding, padding_mode)
         convolution = Convolution.of(geometry, pads, padding_mode)
         check_dtype(dtype)
-        super().__init__(  # type: ignore[call-arg]
+        super().__init__(
             geometry.out_channels,
             geometry.in_channels,
             geometry.kernel_size,

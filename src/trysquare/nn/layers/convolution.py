@@ -203,7 +203,7 @@ class Convolution:
         )  # fmt: skip
         copy_weights(plain, kernel, bias, training)
         if padding is not None:
-            return plain  # type: ignore[no-any-return]
+            return plain
         pad = CIRCULAR_PAD if self.mode == "circular" else ZERO_PAD
         return nn.Sequential(pad[self.dims](tuple(self.flat_pads)), plain).train(training)
 
@@ -240,7 +240,7 @@ class Convolution:
         )  # fmt: skip
         copy_weights(plain, kernel, bias, training)
         if not any(map(any, rest)):
-            return plain  # type: ignore[no-any-return]
+            return plain
         return nn.Sequential(plain, ZERO_PAD[self.dims](tuple(flat_pads(rest)))).train(training)
 
 
@@ -386,7 +386,7 @@ def circular_convolution(
         return CONV[len(stride)](_around(x, pads), weight, bias, *numbers)
     tensors = each_as_autocast(_no_leaf(x), _no_leaf(weight), None if bias is None else _no_leaf(bias))
     with full_precision(x):
-        return apply_function(_CircularConvolution, *tensors, pads, numbers)  # type: ignore[no-any-return]
+        return apply_function(_CircularConvolution, *tensors, pads, numbers)
 
 
 def _is_for_training(x: Tensor, weight: Tensor) -> bool:

@@ -76,7 +76,7 @@ class AffineInverse(Isometry, nn.Module):
 
     def forward(self, y: Tensor) -> Tensor:
         """Take off the bias, then apply the adjoint."""
-        return self.adjoint(y - self.bias.view(-1, *(1,) * self.dims))  # type: ignore[no-any-return]
+        return self.adjoint(y - self.bias.view(-1, *(1,) * self.dims))
 
     def inverse(self) -> nn.Module:
         """Return the layer that this undoes, with all of its parameters."""
@@ -330,7 +330,7 @@ class _Recomputed(torch.autograd.Function):
         return output, total
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, volume_grad: Tensor) -> tuple[Tensor | None, ...]:
         run: _Run = ctx.run
         given, y, *tensors = ctx.saved_tensors

@@ -149,7 +149,7 @@ class OrthoRNNCell(nn.Module):
         projected = self._projected(input.unsqueeze(0) if single else input)
         state = projected.new_zeros(projected.shape) if hx is None else hx.unsqueeze(0) if single else hx
         after = self.function(projected + F.linear(state, self.turn.weight))
-        return after.squeeze(0) if single else after  # type: ignore[no-any-return]
+        return after.squeeze(0) if single else after
 
     def _projected(self, x: Tensor) -> Tensor:
         return F.linear(x, self.read.weight, self.read.bias)
@@ -485,7 +485,7 @@ class LastState(nn.Module):
         """Return ``(batch, hidden_size * directions)`` from ``(batch, length, input_size)``."""
         directions = 1 + int(self.rnn.bidirectional)
         last = self.rnn(input)[1][-directions:]
-        return last.transpose(0, 1).flatten(1)  # type: ignore[no-any-return]
+        return last.transpose(0, 1).flatten(1)
 
     @torch.no_grad()
     def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:

@@ -106,7 +106,7 @@ def protected(build: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor
         return build(*tensors)
     if only_first_derivatives():
         if torch.is_grad_enabled():
-            return _Protected.apply(lambda *inputs: (build(*inputs),), *tensors)[0]  # type: ignore[no-any-return]
+            return _Protected.apply(lambda *inputs: (build(*inputs),), *tensors)[0]
     elif _user_reduces(like) or not torch.compiler.is_compiling():
         return build(*(tensor.double() for tensor in tensors)).to(like.dtype)
     with full_precision(like):
@@ -324,21 +324,21 @@ class Operation:
             return function.backward(ctx, grad, *ctx.others)
 
         def again(*inputs: Any) -> Tensor:
-            return apply_function(function, *inputs)[0]  # type: ignore[no-any-return]
+            return apply_function(function, *inputs)[0]
 
         self.first = for_first_derivatives(function.__name__, compute, gradient, again)
 
     def __call__(self, *args: Any) -> Tensor:
         """The result for these arguments, all of them given, the first a tensor."""
         if torch.compiler.is_compiling() and not compiler_is_for_training():
-            return outside_of_graphs(self, *args)  # type: ignore[no-any-return]
+            return outside_of_graphs(self, *args)
         with full_precision(args[0]):
             if torch.compiler.is_compiling():
-                return self.compiled.apply(*args)[0]  # type: ignore[no-any-return]
+                return self.compiled.apply(*args)[0]
             if only_first_derivatives():
-                return apply_function(self.first, *args)  # type: ignore[no-any-return]
+                return apply_function(self.first, *args)
             refuse_nested_forward_mode()
-            return self.function.apply(*args)[0]  # type: ignore[no-any-return]
+            return self.function.apply(*args)[0]
 
 
 def for_first_derivatives(

@@ -162,10 +162,10 @@ def grow(matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> Tensor:
         ``(g, n, c, *k)``, where ``k`` is ``r`` plus the number of projectors on each axis.
     """
     if torch.compiler.is_compiling() and not compiler_is_for_training():
-        return outside_of_graphs(grow, matrix, rows, axes)  # type: ignore[no-any-return]
+        return outside_of_graphs(grow, matrix, rows, axes)
     if torch.compiler.is_compiling() or only_first_derivatives():
         with full_precision(matrix):
-            return apply_function(_grow, matrix, rows, axes)  # type: ignore[no-any-return]
+            return apply_function(_grow, matrix, rows, axes)
     return _grow_in_steps(matrix, rows, axes)
 
 

@@ -73,7 +73,7 @@ def orthogonal_kernel(name: str, geometry: ConvGeometry, orthogonalizer: str, **
             f"method={name!r} cannot be a part of a block, which needs orthogonal kernels of exactly the size that it "
             f"asks for; use one of {', '.join(BLOCK_METHODS)}"
         )
-    return METHODS[name](geometry, orthogonalizer, **factory)  # type: ignore[call-arg,arg-type]
+    return METHODS[name](geometry, orthogonalizer, **factory)  # type: ignore[arg-type]
 
 
 __all__ = [

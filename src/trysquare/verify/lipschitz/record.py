@@ -142,7 +142,7 @@ class Recorded(Tensor):
         made = torch_internals.without_memory(cls, numbers)
         made.recorder, made.numbers, made.labels = recorder, numbers, labels
         made.slot, recorder.slots = Slot(recorder.slots), recorder.slots + 1
-        return made  # type: ignore[no-any-return]
+        return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -65,7 +65,7 @@ class Traced(Tensor):
         functional = inside if torch_internals.is_functional(inside) else torch_internals.to_functional(inside)
         made = torch_internals.without_memory(cls, functional)
         made.functional = functional
-        return made  # type: ignore[no-any-return]
+        return made
 
     @property
     def inside(self) -> Tensor:
