@@ -14,7 +14,7 @@ the others, and takes the mean of their gradients back to the free tensors.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import RLock
@@ -27,7 +27,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trysquare import torch_internals
 from trysquare.nn.linalg.precision import at_least_float32, protected
-from trysquare.nn.parametrizations.base import Caching, Parametrization, WeightCache, plainly_laid_out, state_of
+from trysquare.nn.parametrizations.base import (
+    Caching,
+    Parametrization,
+    Slots,
+    WeightCache,
+    parameters_of,
+    plainly_laid_out,
+    state_of,
+)
 from trysquare.nn.sharing import Elsewhere, Ranks, managed_by_fsdp, shares
 
 __all__ = ["built"]
@@ -115,7 +123,7 @@ class _Block:
         self.lock = RLock()
         self.open = True
         self.anchor = torch.zeros((), requires_grad=True)  # makes autograd record what reaches no free tensor
-        self.weights: dict[tuple[WeightCache, Any], _Weight] = {}
+        self.weights: dict[tuple[WeightCache, Hashable], _Weight] = {}
         self.model, self.ranks, self.owner_only = model, ranks, owner_only
         self.differentiable = torch.is_grad_enabled()
         self.stand_ins: dict[Tensor, Tensor] = {}  # of free tensors, in the graphs of what this rank builds for all
@@ -197,10 +205,10 @@ class _Block:
                 self.weights[part.cache, None] = _Weight(self, given, free, partial(part.built, free))
 
     def weight(
-        self, build: Callable[[], Tensor], cache: WeightCache, slots: dict[str, Any], names: Sequence[str], key: Any
+        self, build: Callable[[], Tensor], cache: WeightCache, slots: Slots, names: Sequence[str], key: Hashable
     ) -> Tensor:
         """Return a weight: the one of this block if somebody may want its gradient, otherwise that of the cache."""
-        free = [slots[name] for name in names]
+        free = parameters_of(slots, names)
         with self.lock:
             weight = self.weights.get((cache, key))
             if weight is None:

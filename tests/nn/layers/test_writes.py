@@ -155,9 +155,9 @@ def test_the_remedies_work_and_inference_mode_leaves_nothing_behind(name):
 
 
 def test_inference_mode_first_of_all():
-    from trysquare.nn.parametrizations import base
+    from trysquare.nn.parametrizations import writes
 
-    base._empty.cache_clear()
+    writes._empty.cache_clear()
     layer = ts.OrthoConv2d(4, 4, 3)
     with torch.inference_mode():
         layer(torch.randn(1, 4, 4, 4))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -19,8 +19,10 @@ from trysquare.nn.parametrizations.base import (
     OpenBlock,
     Parametrization,
     ParametrizedWeight,
+    Slots,
     WeightCache,
     copy_weights,
+    parameters_of,
 )
 
 __all__ = ["InvertibleSequential"]
@@ -240,6 +242,9 @@ def _log_abs_det(layer: nn.Module, x: Tensor) -> Tensor:
     return volume
 
 
+Place = tuple[WeightCache, Hashable]
+
+
 class _Weights:
     """The weights of the layers of a chain, each built once, by the cache that they belong to and its key.
 
@@ -250,9 +255,9 @@ class _Weights:
     """
 
     def __init__(self) -> None:
-        self.built: dict[Any, Tensor] = {}
+        self.built: dict[Place, Tensor] = {}
         self.sources: set[int] = set()
-        self.handed: dict[Any, Tensor] | None = None
+        self.handed: dict[Place, Tensor] | None = None
 
     @contextmanager
     def handed_to(self, *modules: nn.Module) -> Iterator[None]:
@@ -276,14 +281,14 @@ class _Lender:
         self.weights, self.around = weights, around
 
     def weight(
-        self, build: Callable[[], Tensor], cache: WeightCache, slots: dict[str, Any], names: Sequence[str], key: Any
+        self, build: Callable[[], Tensor], cache: WeightCache, slots: Slots, names: Sequence[str], key: Hashable
     ) -> Tensor:
         """Return ``build()``, built once."""
         kept, place = self.weights, (cache, key)
         if kept.handed is not None and place in kept.handed:
             return kept.handed[place] if torch.is_grad_enabled() else kept.handed[place].detach()
         if place not in kept.built:
-            free = [slots[name] for name in names]
+            free = parameters_of(slots, names)
             if not any(tensor.requires_grad for tensor in free):
                 return cache.get(build, slots, names, key)
             with torch.enable_grad():
