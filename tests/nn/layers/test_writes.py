@@ -123,7 +123,7 @@ def test_nothing_is_kept_alive():
     layer = ts.OrthoConv2d(4, 4, 3)
     weights = [layer.weight for _ in range(9)]
     guard = layer.parametrization.writes
-    assert all(not counter.untyped_storage().nbytes() for counter, _ in [*guard._built, *guard._read])
+    assert all(not counter.untyped_storage().nbytes() for counter, _ in [*guard._used, *guard._read])
     assert torch.equal(layer(torch.zeros(1, 4, 6, 6)), layer(torch.zeros(1, 4, 6, 6)))
     assert layer.parametrization.writes._last is None
     del weights
