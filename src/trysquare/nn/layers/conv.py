@@ -73,6 +73,7 @@ class OrthogonalConvolution(Isometry, ParametrizedWeight):
         made_by = find_method(method, options)
         if not made_by.uses_orthogonalizer and orthogonalizer != _DEFAULT_ORTHOGONALIZER:
             raise ValueError(f"orthogonalizer={orthogonalizer!r} has no meaning for method={method!r}; leave it out")
+        parsimonious = flag("parsimonious", parsimonious)
         if parsimonious and not made_by.orthogonal:
             raise ValueError(f"parsimonious=True has no meaning for method={method!r}; leave it out")
         kernel_size, stride, dilation = per_axis_each(self.dims, **sizes)
@@ -248,8 +249,8 @@ class _Convolution(OrthogonalConvolution):
     ) -> None:
         sizes = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
         channels = (in_channels, out_channels)
-        bias, parsimonious = flag("bias", bias), flag("parsimonious", parsimonious)
         geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
+        bias = flag("bias", bias)
         convolution = Convolution.of(geometry, geometry.pads(padding, padding_mode), padding_mode)
         check_dtype(dtype)
         super().__init__(
@@ -330,8 +331,8 @@ class _TransposedConvolution(OrthogonalConvolution):
     ) -> None:
         sizes = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
         channels = (out_channels, in_channels)
-        bias, parsimonious = flag("bias", bias), flag("parsimonious", parsimonious)
         geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
+        bias = flag("bias", bias)
         output_padding = per_axis("output_padding", output_padding, self.dims, least=0)
         pads = crops(geometry, padding, output_padding, padding_mode)
         convolution = Convolution.of(geometry, pads, padding_mode)

@@ -28,7 +28,7 @@ from trysquare.nn.geometry import (
 from trysquare.nn.linalg.kernels import CONV, CONV_TRANSPOSE
 from trysquare.nn.linalg.lattice import LatticeMap
 from trysquare.nn.linalg.operator import LinearOperator
-from trysquare.nn.linalg.precision import apply_function, each_as_autocast, full_precision, is_traced
+from trysquare.nn.linalg.precision import apply_function, each_as_autocast, full_precision
 from trysquare.nn.parametrizations.base import copy_weights
 
 PLAIN_CONV: dict[int, Callable[..., nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -292,7 +292,8 @@ def in_format_of(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _around(x: Tensor, pads: list[int]) -> Tensor:
-    if is_traced() and not torch.compiler.is_compiling():  # torch.func.linearize loses what is written into views
+    if torch_internals.graph_recorder() is not None and not torch.compiler.is_compiling():
+        # torch.func.linearize loses what is written into views.
         return circular_pad(x, tuple(zip(pads[-2::-2], pads[::-2], strict=True)))
     return in_format_of(x, F.pad(x, pads, mode="circular"))
 

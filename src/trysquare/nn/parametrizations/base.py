@@ -199,8 +199,8 @@ class Parametrization(Caching, ABC):
         self.note = ""  # what the layer's ``repr`` says besides the method and its options
         # The free tensors, as parameters of the module that it is attached to.
         self.slots: dict[str, nn.Parameter] = {}
-        self.writes = WriteGuard()
         self._enlist()
+        self.writes = WriteGuard()
 
     @property
     def is_orthogonal(self) -> bool:
@@ -318,7 +318,7 @@ class Parametrization(Caching, ABC):
         That is the only one who gives free tensors in less than float32.
         """
         given = free[0].dtype
-        return self.like.dtype if given == at_least_float32(given) else given
+        return self.like.dtype if given.itemsize >= 4 else given
 
     # -- caching
 
