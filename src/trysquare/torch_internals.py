@@ -62,7 +62,13 @@ assert_on_device = torch._assert_async
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
 
+# A function of ATen with its schema, as dispatch modes are given it, and the arguments of a call of it.
+Operator = torch._ops.OpOverload
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 _Function = TypeVar("_Function", bound=Callable[..., object])
+_Wrapper = TypeVar("_Wrapper", bound=torch.Tensor)
 
 
 def constant_when_traced(function: _Function) -> _Function:
@@ -114,7 +120,7 @@ _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
 _BITS = torch._C._additional_keys_to_prop_for_wrapper_tensors.add(torch._C.DispatchKey.ZeroTensor)
 
 
-def functionalized(func: Any, args: Any, kwargs: Any) -> Any:
+def functionalized(func: Operator, args: Args, kwargs: Kwargs) -> object:
     """Call a function of ATen on functional tensors; views stay views."""
     include = torch._C._dispatch_tls_local_include_set() | torch._C.DispatchKeySet(_FUNCTIONALIZE)
     exclude = torch._C._dispatch_tls_local_exclude_set().remove(_FUNCTIONALIZE) - _BITS
@@ -126,9 +132,9 @@ def functionalized(func: Any, args: Any, kwargs: Any) -> Any:
             torch._functionalize_enable_reapply_views(views)  # type: ignore[attr-defined]
 
 
-def without_memory(cls: type, like: torch.Tensor) -> Any:
+def without_memory(cls: type[_Wrapper], like: torch.Tensor) -> _Wrapper:
     """Make a tensor of a subclass that has shape, strides and dtype of another, and nothing to read."""
-    made: Any = torch.Tensor._make_wrapper_subclass(
+    made: _Wrapper = torch.Tensor._make_wrapper_subclass(
         cls, like.shape, like.stride(), like.storage_offset(), None, like.dtype, like.layout, like.device, False, False,
         None, False, False, _BITS & torch._C._dispatch_keys(like),
     )  # fmt: skip
@@ -143,6 +149,6 @@ no_torch_function = torch._C._disabled_torch_function_impl
 function_modes = torch._C._len_torch_function_stack
 
 
-def is_composite(func: Any) -> bool:
+def is_composite(func: Operator) -> bool:
     """Whether a function of ATen is made of others, which a dispatch mode sees instead of it."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from trysquare import torch_internals
 from trysquare.nn.geometry import flag
 from trysquare.nn.layers.convolution import PLAIN_CONV
+from trysquare.nn.linalg.precision import Context, Gradients
 from trysquare.nn.parametrizations.base import (
     Caching,
     OpenBlock,
@@ -321,11 +322,15 @@ class _Run:
         self.places, self.sources = list(weights.built), weights.sources
 
 
+class _RunContext(Context, Protocol):
+    run: _Run
+
+
 class _Recomputed(torch.autograd.Function):
     """The results of a pass as a function of its input, the built weights and the other parameters."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, x: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: _RunContext, run: _Run, x: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         output, total = run.results.pop()  # the graph must not hold what it returns
         output = output.view_as(output) if output is x else output
         ctx.run = run
@@ -336,8 +341,8 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, volume_grad: Tensor) -> tuple[Tensor | None, ...]:
-        run: _Run = ctx.run
+    def backward(ctx: _RunContext, grad: Tensor, volume_grad: Tensor) -> Gradients:
+        run = ctx.run
         given, y, *tensors = ctx.saved_tensors
         built = [tensor.detach().requires_grad_() for tensor in tensors[: len(run.places)]]
         weights = _Weights()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -181,12 +180,11 @@ class OrthoRNNCell(nn.Module):
         return f"{self.input_size}, {self.hidden_size}, init={self.init}"
 
 
-def _norm_of(layer: Any) -> float:
-    weight = (
-        layer.exact_weight()
-        if isinstance(layer, ParametrizedWeight)
-        else checked_weight(as_autocast(layer.weight), type(layer).__name__)
-    )
+def _norm_of(layer: nn.Linear) -> float:
+    if isinstance(layer, ParametrizedWeight):
+        weight = layer.exact_weight()
+    else:
+        weight = checked_weight(as_autocast(layer.weight), type(layer).__name__)
     return singular_value_range([weight.unsqueeze(0)], lowest=False)[1]
 
 
@@ -359,7 +357,7 @@ class OrthoRNN(nn.Module):
         self,
         input: Tensor | PackedSequence,  # noqa: A002
         hx: Tensor | None = None,
-    ) -> tuple[Any, Tensor]:
+    ) -> tuple[Tensor | PackedSequence, Tensor]:
         """Return all states of the last layer, and the last state of each layer and direction.
 
         Args:

@@ -167,7 +167,6 @@ class AOL(KernelMethod):
         return [kernel, *(torch.zeros(shape, dtype=weight.dtype) for shape in self.free_shapes[1:])]
 
     def extra_repr(self) -> str:
-        """Numbers of the construction."""
         side = "output" if self.scales_outputs else "input"
         return f"1-Lipschitz, {side} channels rescaled {self.steps} times, q={self.q}"
 

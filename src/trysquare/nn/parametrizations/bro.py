@@ -83,5 +83,4 @@ class BRO(AOC):
         return [random_orthonormal(*self._reflectors_shape)]
 
     def describe_inner(self) -> str:
-        """Numbers of the inner kernel."""
         return f"2 block reflectors of rank {self.rank}, {super().describe_inner()}"

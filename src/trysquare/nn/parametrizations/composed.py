@@ -154,7 +154,6 @@ class Composed(KernelMethod):
         refuse_kernel(weight, self.geometry)
 
     def extra_repr(self) -> str:
-        """Numbers of the construction."""
         geometry = self.geometry
         kind = "square" if geometry.square else "rows" if geometry.row_orthogonal else "columns"
         return (
@@ -163,5 +162,4 @@ class Composed(KernelMethod):
         )
 
     def describe_inner(self) -> str:
-        """Numbers of the inner kernel."""
         return f"{len(self.geometry.frame_axes)} projectors of rank {self.geometry.frame_rank}"

@@ -71,5 +71,4 @@ class OrthonormalMatrix(Parametrization):
         return [self._orthogonalizer.free(weight)]
 
     def extra_repr(self) -> str:
-        """Shape and orthogonalizer."""
         return f"{'x'.join(map(str, self.shape))}, orthogonalizer={self.orthogonalizer}"

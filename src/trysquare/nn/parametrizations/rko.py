@@ -85,6 +85,5 @@ class RKO(KernelMethod):
         return [self._orthogonalizer.free(matrix / self.scale)]
 
     def extra_repr(self) -> str:
-        """Numbers of the construction."""
         kind = "orthogonal" if self.is_orthogonal else f"1-Lipschitz, scaled by {self.scale:.3g}"
         return f"matrix {self.free_shapes[0]}, {kind}, orthogonalizer={self.orthogonalizer}"

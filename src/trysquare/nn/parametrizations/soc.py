@@ -232,7 +232,6 @@ class SOC(Composed):
         return list(free)
 
     def describe_inner(self) -> str:
-        """Numbers of the inner kernel."""
         return (
             f"exponential of a skew kernel {self.skew_size} to {self.terms} terms (error < {self.truncation_error:.1e})"
         )

@@ -17,9 +17,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
+    from trysquare.nn.linalg.bounds import SingularValueRange
     from trysquare.verify.lipschitz.record import Step
 
 Shape = tuple[int, ...]
+Arguments = dict[str, Any]
+"""Arguments of a call by name: numbers, dtypes, lists, ``None``, tensors, and ``Value`` in the place of some."""
 
 
 class NoRuleError(ValueError):
@@ -73,7 +76,7 @@ class Node:
     """
 
     op: str
-    args: dict[str, Any]
+    args: Arguments
     outputs: list[tuple[int, Shape]]
     floating: list[bool]
     dtype: torch.dtype
@@ -86,7 +89,7 @@ class Node:
     constants: list[float] | None = None
     moves: bool = False
     norms: dict[bytes, Any] = field(default_factory=dict)
-    range: Any = None
+    range: SingularValueRange | None = None
 
     @property
     def module(self) -> nn.Module | None:
