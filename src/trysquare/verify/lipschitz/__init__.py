@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from trysquare.verify.lipschitz import ours as ours  # registers the rules of ou
 from trysquare.verify.lipschitz.blocks import constant_factor
 from trysquare.verify.lipschitz.checks import input_like, refuse_unreadable, require_module, unchanged
 from trysquare.verify.lipschitz.evaluate import ExactEvaluation
-from trysquare.verify.lipschitz.graph import Calls, Graph, Node, NoRuleError, Shape, Value, class_name
+from trysquare.verify.lipschitz.graph import Calls, Graph, Inputs, Node, NoRuleError, Shape, Shapes, Value, class_name
 from trysquare.verify.lipschitz.leaves import is_leaf, rule
 from trysquare.verify.lipschitz.lower import lipschitz_lower_bound
 from trysquare.verify.lipschitz.record import same_numbers
@@ -217,7 +216,7 @@ def _refuse_other_sizes(model: nn.Module, found: Analysis, graph: Graph) -> None
 def _same_call(one: Node, two: Node) -> bool:
     """Whether two calls differ in nothing but the values that they are given."""
 
-    def same(a: Any, b: Any) -> bool:
+    def same(a: object, b: object) -> bool:
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             return same_numbers(a, b)
         return type(a) is type(b) and (isinstance(a, Value) or a is b or bool(a == b))
@@ -257,7 +256,7 @@ def _is_input(labels: Tensor, graph: Graph) -> bool:
     return bool(((labels != 0) & (labels.abs() <= end)).any())
 
 
-def checked_shapes(input_shape: InputShape) -> list[Shape] | dict[str, Shape]:
+def checked_shapes(input_shape: InputShape) -> Shapes:
     """Shapes of all inputs, by position or by name.
 
     Raises:
@@ -272,7 +271,7 @@ def checked_shapes(input_shape: InputShape) -> list[Shape] | dict[str, Shape]:
     return [_checked_shape(input_shape, input_shape)]
 
 
-def _checked_shape(shape: Any, given: Any) -> Shape:
+def _checked_shape(shape: object, given: object) -> Shape:
     sizes = tuple(shape) if isinstance(shape, list | tuple) else ()
     if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
         raise ValueError(
@@ -287,14 +286,14 @@ def _checked_shape(shape: Any, given: Any) -> Shape:
     return sizes
 
 
-def _traced(model: nn.Module, shapes: Any, like: Tensor, batch: int) -> Graph:
+def _traced(model: nn.Module, shapes: Shapes, like: Tensor, batch: int) -> Graph:
     try:
         return Tracer(model, is_leaf).trace(_inputs(shapes, like, batch), tokens=False)
     except TakesTokens:
         return Tracer(model, is_leaf).trace(_inputs(shapes, like, batch, words=1), tokens=True)
 
 
-def _inputs(shapes: Any, like: Tensor, batch: int, words: int | None = None) -> Any:
+def _inputs(shapes: Shapes, like: Tensor, batch: int, words: int | None = None) -> Inputs:
     """Normal noise, the same each time; or tokens below a number of words."""
     generator = torch.Generator().manual_seed(0)
 
@@ -306,13 +305,13 @@ def _inputs(shapes: Any, like: Tensor, batch: int, words: int | None = None) -> 
     return {name: made(s) for name, s in shapes.items()} if isinstance(shapes, dict) else [made(s) for s in shapes]
 
 
-def random_inputs(graph: Graph, shapes: Any, like: Tensor, batch: int) -> Any:
+def random_inputs(graph: Graph, shapes: Shapes, like: Tensor, batch: int) -> Inputs:
     """Normal noise, the same each time; tokens if that is what the model takes."""
     words = min((len(node.args["weight"]) for node in graph.nodes if node.op == "embedding"), default=1)
     return _inputs(shapes, like, batch, words if graph.tokens else None)
 
 
-def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> None:
+def _compare(model: nn.Module, found: Analysis, shapes: Shapes, like: Tensor) -> None:
     """See that the model does with numbers, and batches of other sizes, what was traced.
 
     Raises:
@@ -321,7 +320,7 @@ def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> No
     batch = found.graph.batch
     inputs = random_inputs(found.graph, shapes, like, batch + 1)
 
-    def each(change: Any) -> Any:
+    def each(change: Callable[[Tensor], Tensor]) -> Inputs:
         return {n: change(v) for n, v in inputs.items()} if isinstance(inputs, dict) else [change(v) for v in inputs]
 
     exact_model = ExactEvaluation(found.graph, found.gains)
@@ -329,7 +328,7 @@ def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> No
     short = max((like.dtype, autocast_dtype(like) or like.dtype), key=lambda dtype: torch.finfo(dtype).eps)
     rounding = exact_model.in_short(error, short)
 
-    def called(values: Any) -> list[Tensor]:
+    def called(values: Inputs) -> list[Tensor]:
         values = tree_map(torch.clone, values)  # the model may write into its inputs
         try:
             result = model(**values) if isinstance(values, dict) else model(*values)

@@ -6,13 +6,12 @@ What is evaluated are the steps of the trace, with the constants of the trace: t
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trysquare.verify.lipschitz.graph import Arguments, Graph, Node
+from trysquare.verify.lipschitz.graph import Arguments, Graph, Inputs, Node
 from trysquare.verify.lipschitz.record import NOT_NUMBERS, Slot, Step
 from trysquare.verify.lipschitz.rules import RULES
 
@@ -48,7 +47,7 @@ class ExactEvaluation:
         for slot, number in last.items():
             self._done[number].append(slot)
 
-    def __call__(self, inputs: Any) -> tuple[Any, float]:
+    def __call__(self, inputs: Tensor | Inputs) -> tuple[object, float]:
         """Results of a batch in float64, and how far they are from the exact ones at most (l2, all together).
 
         Args:

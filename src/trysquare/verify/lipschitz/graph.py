@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from trysquare.verify.lipschitz.record import Step
 
 Shape = tuple[int, ...]
+Shapes = list[Shape] | dict[str, Shape]
+"""Shapes of the inputs of a model, without the batch, by position or by name."""
+Inputs = list[Tensor] | dict[str, Tensor]
+"""What a model is called with, by position or by name."""
 Arguments = dict[str, Any]
 """Arguments of a call by name: numbers, dtypes, lists, ``None``, tensors, and ``Value`` in the place of some."""
 

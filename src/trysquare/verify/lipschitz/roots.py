@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,7 +151,7 @@ def _transposed(step: Node, weights: Tensor) -> Tensor:
         return torch.autograd.grad(result, numbers, weights)[0]
 
 
-def _factors(step: Node) -> list[tuple[Value, Any]]:
+def _factors(step: Node) -> list[tuple[Value, Tensor | float]]:
     a, b = step.args["self"], step.args["other"]
     if step.op == "add":
         both = (a, 1.0), (b, largest(step.args.get("alpha", 1), step.dtype))

@@ -37,16 +37,12 @@ from trysquare import torch_internals
 from trysquare.nn.linalg.precision import autocast_dtype
 from trysquare.torch_internals import Args, Kwargs, Operator
 from trysquare.verify.lipschitz.checks import input_like
-from trysquare.verify.lipschitz.graph import Arguments, Frame, Graph, NoRuleError, Shape, Value, class_name
+from trysquare.verify.lipschitz.graph import Arguments, Frame, Graph, Inputs, NoRuleError, Shape, Value, class_name
 from trysquare.verify.lipschitz.record import Recorded, Recorder, layout, name_of, user_line
 from trysquare.verify.operators import misfit
 
 # Ways to the memory of a tensor on which torch itself raises nothing.
 _ESCAPES = frozenset([Tensor.storage, Tensor.untyped_storage, Tensor.share_memory_, Tensor.__reduce_ex__])
-
-
-Inputs = list[Tensor] | dict[str, Tensor]
-"""What a model is called with, one by one or by name."""
 
 
 class TakesTokens(Exception):  # noqa: N818
