@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch._subclasses.fake_tensor
+import torch.utils._device
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _module
@@ -145,8 +146,29 @@ def without_memory(cls: type[_Wrapper], like: torch.Tensor) -> _Wrapper:
 # Of a subclass whose calls a dispatch mode sees: torch must not wrap their results in it.
 no_torch_function = torch._C._disabled_torch_function_impl
 
-# How many modes see calls of torch's Python functions: others than ours may change what these compute.
-function_modes = torch._C._len_torch_function_stack
+
+def computes_by_itself(tensor: torch.Tensor) -> bool:
+    """Whether the class of a tensor, and not torch, says what calls on it compute."""
+    cls, plain = type(tensor), torch.Tensor
+    inherited = getattr(cls.__torch_function__, "__func__", None) is plain.__torch_function__.__func__  # type: ignore[attr-defined]
+    own_function = not inherited and cls.__torch_function__ is not no_torch_function
+    return own_function or cls.__torch_dispatch__ is not plain.__torch_dispatch__
+
+
+def function_modes() -> int:
+    """How many modes see calls of torch's Python functions, and may change what these compute.
+
+    Those that only say on which device tensors are made are not counted.
+    """
+    modes = torch.overrides._get_current_function_mode_stack()
+    return sum(not isinstance(mode, torch.utils._device.DeviceContext) for mode in modes)
+
+
+# Our own bookkeeping while a model runs is none of these modes' business.
+without_function_modes = torch._C.DisableTorchFunction
+
+# Whether tensors are made without numbers.
+fake_mode: partial[object] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
 
 
 def is_composite(func: Operator) -> bool:

@@ -257,6 +257,17 @@ def test_a_failing_pass_leaves_nothing_behind():
     assert_same(grads(model), expected)
 
 
+@pytest.mark.parametrize("method", ["aoc", "soc"])
+def test_gradients_are_not_kept_beyond_the_block(method):
+    model = Branches(method)
+    with ts.built(model):
+        weight = model.first.weight
+        loss = model(images()).sum() + weight.sum()
+        loss.backward()
+    node = weight.grad_fn
+    assert node.weight.__dict__.keys().isdisjoint({"exact", "handed", "gathered"})
+
+
 def test_nested_blocks():
     torch.manual_seed(0)
     model = Branches()
@@ -306,6 +317,23 @@ def test_gradients_in_a_block_that_was_entered_without():
     with torch.inference_mode(), ts.built(model), torch.inference_mode(False), torch.enable_grad():
         plain_step(model)
     assert_same(grads(model), expected)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("make", [
+    lambda: ts.OrthoConv2d(4, 4, 3), lambda: ts.OrthoConv2d(4, 4, 3, method="soc"),
+    lambda: ts.FourierOrthoConv2d(4, 4, 3), lambda: ts.SLLBlock2d(4, 4, 3),
+])  # fmt: skip
+def test_a_first_pass_without_gradients_in_a_block(make, context):
+    torch.manual_seed(0)
+    model = nn.Sequential(make(), nn.Tanh())
+
+    def step(m):
+        with context():
+            assert not m(images()).requires_grad
+        plain_step(m)
+
+    assert_same(*two_ways(model, step))
 
 
 @pytest.mark.parametrize("change", [

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from trysquare import torch_internals
-from trysquare.nn.linalg.precision import at_least_float32, protected
+from trysquare.nn.linalg.precision import apply_function, at_least_float32, differentiated_once, protected
 from trysquare.nn.parametrizations.base import (
     Caching,
     Parametrization,
@@ -124,6 +124,8 @@ class _Block:
         self.open = True
         self.anchor = torch.zeros((), requires_grad=True)  # makes autograd record what reaches no free tensor
         self.weights: dict[tuple[WeightCache, Hashable], _Weight] = {}
+        # What was built at once, with the graph of its construction, and the weights that it consists of.
+        self.batches: list[tuple[Tensor, list[_Weight]]] = []
         self.model, self.ranks, self.owner_only = model, ranks, owner_only
         self.differentiable = torch.is_grad_enabled()
         self.stand_ins: dict[Tensor, Tensor] = {}  # of free tensors, in the graphs of what this rank builds for all
@@ -178,11 +180,15 @@ class _Block:
         sources = [[self._stand_in(tensor) for tensor in free] for free in frees] if shared else frees
         with _as_for_training(wanted):
             made = _built_together(alike, sources)
-        for part, free, exact in zip(alike, frees, made, strict=True):
+        exact = made.detach().unbind() if len(alike) > 1 else [made.detach()]
+        weights = []
+        for part, free, weight in zip(alike, frees, exact, strict=True):
             if wanted:
-                self.weights[part.cache, None] = _Weight(self, exact, free, partial(part.built, free))
+                weights.append(_Weight(self, weight, free, partial(part.built, free)))
+                self.weights[part.cache, None] = weights[-1]
             else:
-                part.cache.store(exact, part.slots, part.slots)
+                part.cache.store(weight, part.slots, part.slots)
+        self.batches.append((made, weights))
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         if tensor not in self.stand_ins:
@@ -194,7 +200,7 @@ class _Block:
         held = [self.weights.get((part.cache, None)) for part in self.owners]
         with _as_for_training(False):
             mine = [
-                part.like.new_empty(part.weight_shape) if weight is None else weight.exact.detach()
+                part.like.new_empty(part.weight_shape) if weight is None else weight.exact
                 for part, weight in zip(self.owners, held, strict=True)
             ]
             assert self.ranks is not None
@@ -218,7 +224,9 @@ class _Block:
                     return build()
                 # Inside of a checkpoint the hooks would keep this graph for a pass in which it is not built again.
                 with _as_for_training(True), saved_tensors_hooks(_same, _same):
-                    weight = self.weights[cache, key] = _Weight(self, build(), free, build)
+                    made = build()
+                    weight = self.weights[cache, key] = _Weight(self, made.detach(), free, build)
+                self.batches.append((made, [weight]))
             weight.check()
             return weight.handed if torch.is_grad_enabled() else weight.exact.detach()
 
@@ -248,10 +256,17 @@ class _Block:
         inputs = {id(tensor): tensor for weight in met for tensor in weight.free if tensor.requires_grad}
         if met:
             # Only to the free tensors of these: of a batch, others would get zeros where they have None.
-            grads = [weight.total().to(weight.exact.dtype) for weight in met]
-            torch.autograd.backward([weight.exact for weight in met], grads, inputs=list(inputs.values()))
+            made, grads = self._gradients_of_batches({weight: weight.total() for weight in met})
+            torch.autograd.backward(made, grads, inputs=list(inputs.values()))
         if self.ranks is not None and self.differentiable:
             self._average(self.ranks, shared)
+
+    def _gradients_of_batches(self, totals: dict[_Weight, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what was built at once that includes these weights, and its gradients."""
+        met = [(made, weights) for made, weights in self.batches if any(weight in totals for weight in weights)]
+        grads = [[totals[w] if w in totals else w.total() for w in weights] for _, weights in met]
+        joined = [torch.stack(each) if len(each) > 1 else each[0] for each in grads]
+        return [made for made, _ in met], [grad.to(made.dtype) for grad, (made, _) in zip(joined, met, strict=True)]
 
     def _average(self, ranks: Ranks, shared: dict[_Weight, int]) -> None:
         """Take the means of the gradients over all ranks to the free tensors, and to all other parameters."""
@@ -282,12 +297,12 @@ class _Block:
         ranks.average([parameter.grad for parameter in means if parameter.grad is not None])
 
         sums = ranks.reduce([weight.total() for weight, _ in pairs], [owner for _, owner in pairs])
-        own = [(w, total) for (w, owner), total in zip(pairs, sums, strict=True) if owner == ranks.rank]
+        own = {w: total / ranks.size for (w, owner), total in zip(pairs, sums, strict=True) if owner == ranks.rank}
         found: dict[Tensor, Tensor] = {}
         if own:
-            targets = {tensor: self.stand_ins[tensor] for w, _ in own for tensor in w.free if tensor.requires_grad}
-            exact, grads = [w.exact for w, _ in own], [total.div_(ranks.size).to(w.exact.dtype) for w, total in own]
-            crossed = torch.autograd.grad(exact, list(targets.values()), grads, materialize_grads=True)
+            targets = {tensor: self.stand_ins[tensor] for w in own for tensor in w.free if tensor.requires_grad}
+            made, grads = self._gradients_of_batches(own)
+            crossed = torch.autograd.grad(made, list(targets.values()), grads, materialize_grads=True)
             found = dict(zip(targets, crossed, strict=True))
         if not self.owner_only:
             trained = ((tensor, owner) for weight, owner in pairs for tensor in weight.free if tensor.requires_grad)
@@ -303,8 +318,9 @@ class _Block:
     def forget(self) -> None:
         """Let go of the weights: passes that were not differentiated hold on to what hands them out."""
         for weight in self.weights.values():
-            del weight.exact, weight.handed
+            del weight.exact, weight.handed, weight.gathered
         self.weights.clear()
+        self.batches.clear()
         self.stand_ins.clear()
 
 
@@ -313,7 +329,7 @@ class _Weight:
 
     Args:
         block: which hands it out.
-        exact: the weight, with the graph of its construction.
+        exact: the weight.
         free: what it was built from.
         build: builds it again.
     """
@@ -326,7 +342,7 @@ class _Weight:
         hooked = any(tensor._backward_hooks for tensor in free)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.reached = [] if hooked or distributed else list(free)
-        self.handed: Tensor = _HandOut.apply(self, block.anchor, *self.reached)
+        self.handed: Tensor = apply_function(_HandOut, self, block.anchor, *self.reached)
 
     def check(self) -> None:
         """Refuse to go on if a free tensor was changed since the weight was built.
@@ -405,25 +421,32 @@ def batches(parts: Sequence[Parametrization]) -> list[list[Parametrization]]:
     groups: defaultdict[Any, list[Parametrization]] = defaultdict(list)
     for part in parts:
         free = list(part.slots.values())
-        if part.alike is None or not free or any(type(tensor) is not nn.Parameter for tensor in free):
+        alike = part.alike
+        if alike is None or not free or any(type(tensor) is not nn.Parameter for tensor in free):
             continue
-        if not _wanted(free) and part.cache.fresh():
-            continue
-        large = free[0].device.type == "cpu" and max(min(t.shape[-2:]) for t in free) > _LARGEST_IN_A_BATCH
-        tensors = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in free)
-        groups[id(part) if large else part.alike, _wanted(free), part.like.dtype, tensors].append(part)
-    return list(groups.values())
+        wanted = _wanted(free)
+        if wanted or not part.cache.fresh():
+            groups[alike, wanted, part.like.dtype, *((tensor.dtype, tensor.device) for tensor in free)].append(part)
+    found: list[list[Parametrization]] = []
+    for group in groups.values():
+        found += [[part] for part in group] if _keeps_all_cores_busy(group[0]) else [group]
+    return found
 
 
-def _built_together(alike: Sequence[Parametrization], frees: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-    """Return the weights of parametrizations, in the dtype of their layers."""
+def _keeps_all_cores_busy(part: Parametrization) -> bool:
+    free = list(part.slots.values())
+    return free[0].device.type == "cpu" and max(min(tensor.shape[-2:]) for tensor in free) > _LARGEST_IN_A_BATCH
+
+
+def _built_together(alike: Sequence[Parametrization], frees: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the weights of parametrizations in the dtype of their layers, stacked unless it is only one."""
     first = alike[0]
     if len(alike) == 1:
-        return [first.built(frees[0])]
-    stacked: list[Tensor] = [_Stack.apply(*each) for each in zip(*frees, strict=True)]
+        return first.built(frees[0])
+    stacked: list[Tensor] = [apply_function(_Stack, *each) for each in zip(*frees, strict=True)]
     exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in stacked]
-    together = protected(first.build_together, exact).to(first.like.dtype)
-    return [plainly_laid_out(weight) for weight in together.unbind()]
+    with differentiated_once():  # a second time, each weight is built by itself
+        return plainly_laid_out(protected(first.build_together, exact).to(first.like.dtype))
 
 
 class _Stack(torch.autograd.Function):

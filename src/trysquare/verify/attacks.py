@@ -509,8 +509,7 @@ def attack_report(
     require_plain_module(model)
     if not isinstance(certificate, Certificate):
         raise TypeError(f"certificate must be what certify returned, not {type(certificate).__name__}")
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size={shown(batch_size)} must be an integer, at least 1")
+    (batch_size,) = per_axis("batch_size", batch_size, 1)
     radii = tuple(sorted(checked_epsilons(certificate.epsilons if epsilons is None else epsilons)))
     batches, total = batches_of(data, batch_size)
     results, start = [], 0

@@ -25,6 +25,7 @@ from trysquare.nn.linalg.lanczos import ExtremeSingularValues, golub_kahan
 from trysquare.nn.linalg.operator import Axis, LinearLayer, LinearOperator
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF, Polyphase, circular_singular_values, polyphase
 from trysquare.progress import busy
+from trysquare.verify.contexts import own_tensors
 from trysquare.verify.operators import read_layer
 
 # Entries of the largest dense matrix whose singular values are computed, and the side of the largest that a bound is
@@ -49,6 +50,7 @@ _LANCZOS_STEPS = 200
 _LANCZOS_BYTES = 1 << 30
 
 
+@own_tensors()
 @torch.no_grad()
 def singular_values(layer: nn.Module, input_shape: Sequence[int]) -> Tensor:
     """Return every singular value of a linear or convolution layer on inputs of a given shape.
@@ -149,6 +151,7 @@ def _dense_values(operator: LinearOperator, layer: nn.Module) -> Tensor:
         return torch.linalg.svdvals(operator.dense()).flatten().sort(descending=True).values
 
 
+@own_tensors()
 @torch.no_grad()
 def extreme_singular_values(
     layer: nn.Module, input_shape: Sequence[int], *, steps: int = _LANCZOS_STEPS, tolerance: float = 1e-10
@@ -208,6 +211,7 @@ def lanczos_extremes(operator: LinearOperator, steps: int, tolerance: float) -> 
     return ExtremeSingularValues(*rescaled(torch.tensor(found, dtype=torch.float64), exponent).tolist())
 
 
+@own_tensors()
 @torch.no_grad()
 def spectral_norm_bound(layer: nn.Module, input_shape: Sequence[int] | None = None) -> float:
     """Return a certified upper bound on the largest singular value of a linear or convolution layer.

@@ -93,6 +93,7 @@ CALLS = {
     "scattered in place": (
         lambda m, x: x.new_zeros(len(x), 3).scatter_add_(1, torch.tensor([[2, 0, 2]]).expand_as(x), x), (3,), True,
     ),
+    "filled at an index": (lambda m, x: x.index_fill(1, torch.tensor([0, 2]), 3.0), (4,), True),
     "one number put in several places": (
         lambda m, x: x.new_ones(len(x), 3).index_put(
             (torch.arange(len(x))[:, None], torch.tensor([[0, 1, 1]])), x[:, :1], accumulate=True
@@ -171,6 +172,13 @@ def test_exact_values_are_rounded_up_not_down():
     for value, function in functions.items():
         assert value <= bound(function, (1,)) < value * (1 + 1e-9) * math.sqrt(7)
         assert bound(function, (1,)) ** 2 >= round(value**2 * 7) / 7 * (1 - 2**-60) or value < 1
+
+
+def test_an_index_may_be_shorter_than_what_is_scattered():
+    def scattered(m, x):  # autograd refuses this, so that there is no Jacobian to compare with
+        return x.new_zeros(len(x), 3).scatter_add(1, torch.tensor([[2, 2]]).expand(len(x), -1), x)
+
+    assert bound(scattered, (4,)) == pytest.approx(math.sqrt(2))
 
 
 def test_what_has_no_rule_says_so():

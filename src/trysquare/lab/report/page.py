@@ -335,7 +335,7 @@ def _curve_row(level: Level, comparable: bool) -> list[str]:
 
 def training(run: Results) -> Markup:
     """Show loss, accuracy and certified accuracy over the steps."""
-    kinds = (("train", "train"), ("test", "evaluation"))
+    kinds = (("train", "train"), ("validation" if run.setting("data", "validation") else "test", "evaluation"))
     panels = []
     for name, limits in (("loss", None), ("accuracy", (0.0, 1.0))):
         lines = [(label, kind, series(run.metrics, kind, name)) for label, kind in kinds]

@@ -10,8 +10,8 @@ second.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -178,6 +178,11 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return None
+
+
+def coarsest_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of fewest digits that products with ``tensor`` are computed in: its own, or that of autocast."""
+    return max((tensor.dtype, autocast_dtype(tensor) or tensor.dtype), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def as_autocast(tensor: Tensor) -> Tensor:
@@ -372,6 +377,23 @@ class Operation:
             return self.function.apply(tensor, *args)[0]
 
 
+class _Once(threading.local):
+    inside = False
+
+
+_ONCE = _Once()
+
+
+@contextmanager
+def differentiated_once() -> Iterator[None]:
+    """Context whose results have first derivatives only, in exchange for which they keep no inputs alive."""
+    before, _ONCE.inside = _ONCE.inside, True
+    try:
+        yield
+    finally:
+        _ONCE.inside = before
+
+
 def for_first_derivatives(
     name: str,
     compute: Callable[..., Tensor],
@@ -392,7 +414,7 @@ def for_first_derivatives(
         def forward(ctx: _FirstContext, *inputs: object) -> Tensor:
             # The inputs are not saved for backward: they are free tensors, which live anyway, and training does not
             # need them. They are for `gradient_again`.
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and not _ONCE.inside:
                 ctx.inputs, ctx.versions = inputs, _versions(inputs)
             ctx.set_materialize_grads(False)
             return compute(ctx, *inputs)

@@ -10,6 +10,7 @@ from trysquare.progress import track
 from trysquare.torch_internals import tree_leaves
 from trysquare.verify.auditing.report import AuditReport, LayerAudit
 from trysquare.verify.auditing.rows import layer_row, steps_of
+from trysquare.verify.contexts import own_tensors
 from trysquare.verify.lipschitz import (
     InputShape,
     analyse,
@@ -26,6 +27,7 @@ __all__ = ["AuditReport", "LayerAudit", "audit"]
 _LOWER_BOUND_SECONDS = 3.0
 
 
+@own_tensors()
 def audit(
     model: nn.Module, input_shape: InputShape, *, inputs: Tensor | None = None, spectra: bool = False
 ) -> AuditReport:

@@ -30,12 +30,13 @@ from trysquare.verify.lipschitz.graph import Arguments, Frame, Graph, Node, NoRu
 MOVES = frozenset(
     """
     alias as_strided channel_shuffle clone cat constant_pad_nd contiguous copy detach diag_embed diagonal
-    diagonal_scatter expand fill flip gather im2col index index_put index_select lift_fresh masked_fill masked_scatter
-    masked_select narrow permute pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d reflection_pad3d repeat
-    replication_pad1d replication_pad2d replication_pad3d roll rot90 scatter select select_scatter slice slice_scatter
-    split split_with_sizes squeeze stack t take transpose tril triu unbind unfold unsafe_split unsqueeze
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d view where zero neg _to_copy _unsafe_index _unsafe_view
-    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d _reshape_alias
+    diagonal_scatter expand fill flip gather im2col index index_fill index_put index_select lift_fresh masked_fill
+    masked_scatter masked_select narrow permute pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d
+    reflection_pad3d repeat replication_pad1d replication_pad2d replication_pad3d roll rot90 scatter select
+    select_scatter slice slice_scatter split split_with_sizes squeeze stack t take transpose tril triu unbind
+    unfold unsafe_split unsqueeze upsample_nearest1d upsample_nearest2d upsample_nearest3d view where zero neg
+    _to_copy _unsafe_index _unsafe_view _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d _reshape_alias
     """.split()
 )
 _SAME = frozenset(["alias", "as_strided", "clone", "contiguous", "detach", "lift_fresh"])
@@ -167,7 +168,8 @@ class Recorded(Tensor):
         recorder = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Recorded)).recorder
         before, recorder.busy = recorder.busy, True
         try:
-            return recorder.call(func, tuple(args), kwargs or {})
+            with torch_internals.without_function_modes():
+                return recorder.call(func, tuple(args), kwargs or {})
         finally:
             recorder.busy = before
 
@@ -259,13 +261,18 @@ class Recorder:
 
     def _node(self, step: Step, values: list[Recorded], made: list[Tensor]) -> Node:
         """A call that computes."""
-        if not self.inside and step.op not in ("embedding", "where") and any(not v.is_floating_point() for v in values):
+        jumps = [v for v in values if not v.is_floating_point()]
+        if jumps and not self.inside and step.op not in ("embedding", "where"):
+            if any(v.dtype != torch.bool for v in jumps):
+                raise NoRuleError(
+                    f"{step.op} of integers that depend on the input ({user_line()}): they jump; tokens have a "
+                    "Lipschitz constant only where an embedding takes them as they are: compute them before the model"
+                )
             raise NoRuleError(
-                f"{step.op} of integers or conditions that depend on the input ({user_line()}): they jump. Tokens have "
-                "a Lipschitz constant only as what an embedding takes; whether the pieces of a function fit each other "
-                "where a condition changes cannot be told from rounded numbers: write it with torch.where of what is "
-                "compared, torch.maximum, torch.minimum or clamp, or register its constant with "
-                "@trysquare.lipschitz.rule"
+                f"{step.op} of conditions that depend on the input ({user_line()}): whether the pieces of a function "
+                "fit each other where a condition changes cannot be told from rounded numbers; write it with "
+                "torch.where of what is compared, torch.maximum, torch.minimum or clamp, or register its constant "
+                "with @trysquare.lipschitz.rule"
             )
         known = {value.slot: value.labels for value in values}
         # One ``Value`` for each argument, also where two of them are the same.

@@ -459,9 +459,10 @@ def vector_norm(node: Node, given: list[Tensor]) -> Weights:
 def _length_rounding(args: Arguments, out: list[Tensor]) -> float:
     value = next(t for t in args.values() if isinstance(t, Tensor))
     length = value.numel() / max(1, out[0].numel())
-    # Squares of a norm that are below 2^-1022 vanish.
+    # Squares of a norm that are below 2^-1022 vanish, and large ones overflow.
     vanished = 2.0**-500 * math.sqrt(value.numel())
-    return (length + 16) * UNIT_ROUNDOFF * 2 * size_of(value) * math.sqrt(max(1.0, length)) + vanished
+    sizes = size_of(value) * math.sqrt(max(1.0, length)) + size_of(out[0])
+    return (length + 16) * UNIT_ROUNDOFF * 2 * sizes + vanished
 
 
 @_on("mean", rounding=lambda args, out: _length_rounding(args, out), attained=True)
@@ -500,7 +501,7 @@ def _running_rounding(args: Arguments, out: list[Tensor]) -> float:
     """Each of ``n`` sums has fewer than ``n`` roundings of sums of absolute values."""
     value = args["self"]
     length = value.shape[args["dim"]] if value.ndim else 1
-    return 2 * UNIT_ROUNDOFF * length * length * size_of(value)
+    return 2 * UNIT_ROUNDOFF * (length * length * size_of(value) + size_of(out[0]))
 
 
 # Of each call that adds numbers to others at constant positions: the arguments that it adds up.
@@ -510,6 +511,8 @@ _ADDED = {"index_add": "source", "scatter_add": "src", "index_put": "values"}
 def _number_of_terms(op: str, args: Arguments, parts: dict[str, Tensor]) -> Tensor:
     """The same call on other numbers: on ones and zeros, how many of the ones are added up at each position."""
     numbers: Arguments = {name: value for name, value in args.items() if name != "alpha"}
+    if op == "scatter_add":  # an index may be shorter than what it adds, of which autograd wants to know nothing
+        parts = parts | {"src": parts["src"][tuple(map(slice, args["index"].shape))]}
     return getattr(torch.ops.aten, op)(
         **tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, numbers) | parts
     )
@@ -547,7 +550,9 @@ def _added_rounding(args: Arguments, out: list[Tensor]) -> float:
     op, source = next((op, name) for op, name in _ADDED.items() if name in args)
     ones = {name: torch.ones(args[name].shape, dtype=torch.float64) for name in ("self", source)}
     terms = float(_number_of_terms(op, args, ones).max()) if out[0].numel() else 0.0
-    sizes = size_of(args["self"]) + (1 + abs(args.get("alpha", 1))) * size_of(args[source]) * math.sqrt(max(1.0, terms))
+    # What is added may be broadcast: to as many positions as there are at most.
+    copies = math.sqrt(terms * max(1.0, out[0].numel() / max(1, args[source].numel())))
+    sizes = size_of(args["self"]) + (1 + abs(args.get("alpha", 1))) * size_of(args[source]) * copies + size_of(out[0])
     return 4 * UNIT_ROUNDOFF * (terms + 2) * math.sqrt(terms + 1) * sizes
 
 
@@ -1018,7 +1023,7 @@ def overlap_add(node: Node, given: list[Tensor]) -> Weights:
 
 def _overlap_rounding(args: Arguments, out: list[Tensor]) -> float:
     terms = math.prod(_each(args["kernel_size"], 2))
-    return (terms + 16) * UNIT_ROUNDOFF * 2 * size_of(args["self"]) * math.sqrt(terms)
+    return (terms + 16) * UNIT_ROUNDOFF * 2 * (size_of(args["self"]) * math.sqrt(terms) + size_of(out[0]))
 
 
 @_on("_adaptive_avg_pool2d _adaptive_avg_pool3d", remark=_AVERAGES, attained=True, rounding=_window_rounding)

@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from trysquare import torch_internals
 from trysquare.nn.linalg.precision import autocast_dtype
 from trysquare.torch_internals import Args, Kwargs, Operator
+from trysquare.verify.contexts import users_device
 from trysquare.verify.lipschitz.checks import input_like
 from trysquare.verify.lipschitz.graph import Arguments, Frame, Graph, Inputs, NoRuleError, Shape, Value, class_name
 from trysquare.verify.lipschitz.record import Recorded, Recorder, layout, name_of, user_line
@@ -46,7 +47,10 @@ _ESCAPES = frozenset([Tensor.storage, Tensor.untyped_storage, Tensor.share_memor
 
 
 class TakesTokens(Exception):  # noqa: N818
-    """The model looks its input up in a table, or casts it to integers: it takes tokens."""
+    """The model looks something up in a table, or casts its input to integers: it takes tokens.
+
+    The argument is the line, if it is not the input itself that is looked up.
+    """
 
 
 class Traced(Tensor):
@@ -86,7 +90,8 @@ class Traced(Tensor):
         own = [kind.__name__ for kind in types if not issubclass(kind, Traced)]
         raise NoRuleError(
             f"{func} was called on a value of a trace outside of it, or made it a tensor of another class "
-            f"({', '.join(own) or 'Traced'}); such a model cannot be followed"
+            f"({', '.join(own) or 'that of a weight'}), which cannot be followed; make weights plain tensors first: "
+            "nn.Parameter(weight.as_subclass(torch.Tensor))"
         )
 
 
@@ -137,7 +142,7 @@ class Tracer(TorchDispatchMode):
         self.names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
         self.calls = 0  # of modules, so far
         self.given: list[Shape] = []  # shapes of the inputs of the last of them
-        self.recording = False
+        self.recording = self.tokens = False
         self._inputs: frozenset[int] = frozenset()  # addresses, in the first run
         self._made: dict[int, Tensor] = {}  # by address: what the first run made, kept alive
         self._failures: deque[str] = deque()  # names of torch's functions that raised in the first run
@@ -149,6 +154,7 @@ class Tracer(TorchDispatchMode):
 
         The first run fills all caches with plain tensors, and raises torch's own errors.
         """
+        self.tokens = tokens
         with parametrize.cached():
             inputs = tree_map(torch.clone, given)
             self._made = {_address(tensor): tensor for tensor in tree_leaves(inputs)}
@@ -186,7 +192,7 @@ class Tracer(TorchDispatchMode):
         with ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # nothing is compiled before that is imported, which takes seconds
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for context in (torch.no_grad(), _watching(self), _NoEscape(self)):
+            for context in (torch.no_grad(), users_device(), _watching(self), _NoEscape(self)):
                 stack.enter_context(context)
             try:
                 with self:
@@ -239,8 +245,8 @@ class Tracer(TorchDispatchMode):
             for tensor in written:
                 if not isinstance(tensor, Traced) and _address(tensor) not in self._made:
                     raise NoRuleError(self._writes_into(tensor))
-        if not self.recording:
-            self._refuse_tokens(op, args, kwargs)
+        if not (self.recording or self.tokens):
+            self._look_for_tokens(op, args, kwargs)
         if not any(isinstance(tensor, Traced) for tensor in tensors):
             known = {_address(tensor) for tensor in tensors}
             return tree_map(lambda leaf: self._own(op, leaf, known), func(*args, **kwargs))
@@ -304,20 +310,16 @@ class Tracer(TorchDispatchMode):
             "module, 'weight')"
         )
 
-    def _refuse_tokens(self, op: str, args: Args, kwargs: Kwargs) -> None:
+    def _look_for_tokens(self, op: str, args: Args, kwargs: Kwargs) -> None:
         """Notice in the first run that the input should have been tokens."""
         looked_up = args[1] if op == "embedding" else args[0] if op == "_to_copy" else None
         if looked_up is None or not looked_up.is_floating_point():
             return
         dtype = kwargs.get("dtype") or looked_up.dtype
-        integers = op == "embedding" or not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-        if integers and _address(looked_up) in self._inputs:
-            raise TakesTokens
-        if op == "embedding":
-            raise NoRuleError(
-                f"an embedding takes tokens, not values that were computed ({user_line()}): it jumps from one to the "
-                "next, and has a Lipschitz constant only as the first layer"
-            )
+        integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+        direct = _address(looked_up) in self._inputs
+        if op == "embedding" or (integers and direct):
+            raise TakesTokens("" if direct else user_line())
 
     # -- modules
 
@@ -353,10 +355,11 @@ class Tracer(TorchDispatchMode):
                 "tensor that depends on the input"
             )
         recorder.busy = True
-        if bool(((made.labels.abs() < label) & (made.labels != 0)).any()):  # it returns a part of what it was given
-            recorder.nodes += inner
-        else:
-            result = Traced(recorder.leaf(values, made, inner))
+        with torch_internals.without_function_modes():
+            if bool(((made.labels.abs() < label) & (made.labels != 0)).any()):  # a part of what it was given
+                recorder.nodes += inner
+            else:
+                result = Traced(recorder.leaf(values, made, inner))
         recorder.busy = False
         return result
 
