@@ -22,7 +22,6 @@ from functools import cached_property
 from itertools import chain, zip_longest
 from math import gcd, prod
 from operator import index
-from typing import Any
 
 from trysquare.naming import shown
 
@@ -85,11 +84,11 @@ def number(name: str, value: float) -> float:
     raise TypeError(f"{name}={shown(value)} must be a number that a float can hold")
 
 
-def flag(name: str, value: Any) -> bool:
-    """``value`` as a truth value; ``None``, 0 and 1 are ones, as for torch.
+def flag(name: str, value: object) -> bool:
+    """Return ``value`` as a truth value, which ``None``, 0 and 1 count as, as they do for torch.
 
     Raises:
-        TypeError: if it is something else, of which truth would be an accident.
+        TypeError: if it is anything else, whose truth would be an accident.
     """
     plain = value.item() if type(value).__module__ == "numpy" and hasattr(value, "item") else value
     if plain is None or isinstance(plain, bool) or (isinstance(plain, int) and plain in (0, 1)):

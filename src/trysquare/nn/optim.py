@@ -117,7 +117,7 @@ class ProjUNN(torch.optim.Optimizer):
         self.param_groups.append(group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Take a step with every parameter that has a gradient.
 
         Args:

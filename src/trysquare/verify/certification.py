@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from trysquare.files import or_infinite, without_infinities
+from trysquare.files import JsonObject, or_infinite, read_json, without_infinities
 from trysquare.naming import shown
 from trysquare.nn.geometry import per_axis
 from trysquare.nn.linalg.operator import checked_weight
@@ -311,18 +311,18 @@ class Certificate:
         Raises:
             ValueError: if the text is something else.
         """
-        try:
-            content: dict[str, Any] = json.loads(text)
-            for name in ("radii", "reserves"):
-                content[name] = torch.tensor(list(map(or_infinite, content[name])), dtype=torch.float64)
-            content |= {name: or_infinite(content[name]) for name in ("lipschitz", "evaluation_error", "rounding")}
-            content |= {name: torch.tensor(content[name], dtype=torch.int64) for name in ("predictions", "labels")}
-            content |= {"epsilons": tuple(map(float, content["epsilons"]))}
-            content |= {"input_shape": tuple(map(int, content["input_shape"]))}
-            content |= {name: int(content[name]) for name in ("measured_samples", "disagreements")}
-            return cls(**{name: content[name] for name in cls.__dataclass_fields__})
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"this is not a certificate in JSON: {error!r}") from error
+        return read_json(text, "a certificate", cls._from_content)
+
+    @classmethod
+    def _from_content(cls, content: JsonObject) -> Certificate:
+        for name in ("radii", "reserves"):
+            content[name] = torch.tensor(list(map(or_infinite, content[name])), dtype=torch.float64)
+        content |= {name: or_infinite(content[name]) for name in ("lipschitz", "evaluation_error", "rounding")}
+        content |= {name: torch.tensor(content[name], dtype=torch.int64) for name in ("predictions", "labels")}
+        content |= {"epsilons": tuple(map(float, content["epsilons"]))}
+        content |= {"input_shape": tuple(map(int, content["input_shape"]))}
+        content |= {name: int(content[name]) for name in ("measured_samples", "disagreements")}
+        return cls(**{name: content[name] for name in cls.__dataclass_fields__})
 
     def __str__(self) -> str:
         rows = [("clean", self.clean_accuracy)]
@@ -527,7 +527,7 @@ def batches_of(data: Data, batch_size: int) -> tuple[Batches, int]:
     """
     if isinstance(data, Tensor):
         raise TypeError("data must be batches of images and labels, a dataset, or a pair of tensors, not a Tensor")
-    tensors: Any = data.tensors if isinstance(data, TensorDataset) else data
+    tensors: object = data.tensors if isinstance(data, TensorDataset) else data
     if isinstance(tensors, tuple | list) and len(tensors) == 2 and all(isinstance(part, Tensor) for part in tensors):
         images, labels = tensors
         for name, tensor in (("images", images), ("labels", labels)):

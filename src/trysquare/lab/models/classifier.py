@@ -43,7 +43,7 @@ class Classifier(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Logits ``(batch, classes)``."""
-        return self.head(self.features(input))  # type: ignore[no-any-return]
+        return self.head(self.features(input))
 
 
 Scale = float | Sequence[float]

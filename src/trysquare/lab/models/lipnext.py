@@ -35,7 +35,7 @@ class ShiftBlock(nn.Module):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Positions, shifts in another basis, a mix of channels, the activation."""
         shifted = self.shift(self.basis(self.positions(input)))
-        return self.activation(self.mix(self.back(shifted)))  # type: ignore[no-any-return]
+        return self.activation(self.mix(self.back(shifted)))
 
 
 def lipnext(

@@ -29,7 +29,6 @@ class Amplified(nn.Sequential):
         return super().forward(input) * self.factor
 
     def extra_repr(self) -> str:
-        """The factor."""
         return f"factor={self.factor}"
 
 

@@ -360,7 +360,7 @@ _RANGES: dict[str, Range] = {
 def yaml() -> Any:
     """Return PyYAML, if it is installed."""
     try:
-        import yaml as module  # type: ignore[import-untyped]
+        import yaml as module
     except ImportError as error:
         raise ImportError("recipes need PyYAML: pip install 'trysquare[train]'") from error
     return module

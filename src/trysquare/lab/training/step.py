@@ -141,7 +141,7 @@ class Stepper:
 
 def _schedule_free(kind: str, parameters: Iterable[nn.Parameter], **options: object) -> Stepper:
     try:
-        import schedulefree  # type: ignore[import-untyped, import-not-found]
+        import schedulefree
     except ImportError as error:
         raise ImportError("this optimizer needs schedulefree: pip install 'trysquare[train]'") from error
     optimizer = getattr(schedulefree, kind)(parameters, **options)

@@ -17,9 +17,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
+    from trysquare.nn.linalg.bounds import SingularValueRange
     from trysquare.verify.lipschitz.record import Step
 
 Shape = tuple[int, ...]
+Shapes = list[Shape] | dict[str, Shape]
+"""Shapes of the inputs of a model, without the batch, by position or by name."""
+Inputs = list[Tensor] | dict[str, Tensor]
+"""What a model is called with, by position or by name."""
+Arguments = dict[str, Any]
+"""Arguments of a call by name: numbers, dtypes, lists, ``None``, tensors, and ``Value`` in the place of some."""
 
 
 class NoRuleError(ValueError):
@@ -73,7 +80,7 @@ class Node:
     """
 
     op: str
-    args: dict[str, Any]
+    args: Arguments
     outputs: list[tuple[int, Shape]]
     floating: list[bool]
     dtype: torch.dtype
@@ -86,7 +93,7 @@ class Node:
     constants: list[float] | None = None
     moves: bool = False
     norms: dict[bytes, Any] = field(default_factory=dict)
-    range: Any = None
+    range: SingularValueRange | None = None
 
     @property
     def module(self) -> nn.Module | None:

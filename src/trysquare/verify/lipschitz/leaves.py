@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.nn.linalg.precision import coarsest_dtype
-from trysquare.verify.lipschitz.graph import Node, NoRuleError, Value, class_name
+from trysquare.verify.lipschitz.graph import Node, NoRuleError, Shape, Value, class_name
 from trysquare.verify.lipschitz.rules import Weights, _shares, scaled
 from trysquare.verify.lipschitz.trace import calls_are_torchs_own
 from trysquare.verify.operators import as_defined, has_hooks, remember
@@ -121,7 +121,7 @@ def _asked(node: Node) -> list[float]:
 
 
 @torch.no_grad()
-def _refuse_steeper(module: nn.Module, shapes: list[Any], constants: list[float], dtype: torch.dtype) -> None:
+def _refuse_steeper(module: nn.Module, shapes: list[Shape], constants: list[float], dtype: torch.dtype) -> None:
     """Refuse a block of ours that a few random inputs show not to be what its theorem is about.
 
     ``as_defined`` compares its methods; somebody may have changed what these call.
