@@ -70,6 +70,15 @@ def _permuted_write(v, c):
     return y
 
 
+def _recurrence(v, c):
+    """States that read one slice more each time, and the first of them once more."""
+    state, states = torch.zeros_like(v[:, 0]), []
+    for t in range(v.shape[1]):
+        state = torch.tanh(c * state + v[:, t] - (state if t == 2 else 0))
+        states.append(state)
+    return torch.stack(states, 1)
+
+
 def _block(dice):
     """``x - f Wᵀ σ(W x + b)`` of the last axis, or of maps, right and nearly right."""
     seed, f, spoiled = dice.randrange(1 << 30), dice.choice([-2.0, 0.5, 1.0, 2.0, 3.0]), dice.random() < 0.4
@@ -167,6 +176,11 @@ ONE = {
     "wrong root": lambda c, d: lambda v: (v.pow(2) * torch.linspace(c, 1, v.shape[-1], dtype=v.dtype)).sum(1, keepdim=True).abs().sqrt(),
     "min and max": lambda c, d: lambda v: torch.cat([v.min(1, keepdim=True)[0], v.max(1, keepdim=True)[0]], 1),
     "lerp": lambda c, d: lambda v: torch.lerp(v, v.flip(1), c), "aminmax": lambda c, d: lambda v: torch.cat([v.amin(1, True), v.amax(1, True)], 1),
+    "running sums": lambda c, d: lambda v: v.cumsum(1), "running sums back": lambda c, d: lambda v: (c * v.flip(-1)).cumsum(-1),
+    "index_add": lambda c, d: lambda v: v.index_add(1, torch.zeros(v.shape[1] // 2, dtype=torch.long), v[:, : v.shape[1] // 2], alpha=c),
+    "scatter_add": lambda c, d: lambda v: v.new_ones(v[:, :2].shape).scatter_add(1, (torch.arange(v[0].numel()) % v[:, :2].shape[1]).view(1, *v.shape[1:]).expand(v.shape), v),
+    "accumulated": lambda c, d: lambda v: v.index_put((torch.arange(len(v))[:, None], torch.zeros(1, 2, dtype=torch.long)), v[:, -2:], accumulate=True) if v.shape[1] > 1 else v,
+    "recurrence": lambda c, d: lambda v: _recurrence(v, c),
     "vmap": lambda c, d: torch.vmap(lambda row: row * 2), "batch write": lambda c, d: lambda v: v.index_put((torch.tensor([0]),), v[:1] * c),
 }  # fmt: skip
 TWO = {
@@ -175,6 +189,7 @@ TWO = {
     "add_": lambda c: lambda v, w: v.add_(w, alpha=c), "copy_": lambda c: lambda v, w: v[:, :1].copy_(w[:, :1]),
     "stack": lambda c: lambda v, w: torch.stack([v, w], 1).flatten(1, 2), "product": lambda c: lambda v, w: v * w,
     "mix": lambda c: lambda v, w: torch.lerp(v, w, 0.25), "where": lambda c: lambda v, w: torch.where(v > w, v, w),
+    "logaddexp": lambda c: torch.logaddexp, "logaddexp2": lambda c: lambda v, w: torch.logaddexp2(c * v, w),
     "both": lambda c: lambda v, w: torch.cat([torch.max(v, w), torch.min(v, w)], 1),
 }  # fmt: skip
 

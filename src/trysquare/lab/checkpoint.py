@@ -38,7 +38,7 @@ Factory = Callable[..., nn.Module] | str
 
 
 def save_checkpoint(
-    path: str | os.PathLike[str], model: nn.Module, factory: str, arguments: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str], model: nn.Module, factory: str, arguments: Mapping[str, object] | None = None
 ) -> None:
     """Write a model so that ``load_model`` can make it again.
 
@@ -89,7 +89,7 @@ def _digest_place(content: bytes) -> int:
     return place + len(_DIGEST_KEY) if place >= 0 else -1
 
 
-def _encoded(value: Any) -> Any:
+def _encoded(value: object) -> object:
     """Plain types as JSON has them, with tuples told from lists."""
     if isinstance(value, tuple):
         return {"tuple": [_encoded(part) for part in value]}
@@ -102,7 +102,7 @@ def _encoded(value: Any) -> Any:
     raise TypeError(f"{value!r:.60} is {type(value).__name__}")
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: object) -> object:
     if isinstance(value, list):
         return [_decoded(part) for part in value]
     if isinstance(value, dict) and set(value) == {"tuple"}:
@@ -122,7 +122,7 @@ def _safetensors() -> Any:
     return safetensors.torch
 
 
-def packed(content: Mapping[str, Any]) -> bytes:
+def packed(content: Mapping[str, object]) -> bytes:
     """What ``torch.save`` writes, behind a line with its digest."""
     buffer = io.BytesIO()
     torch.save(dict(content), buffer)
@@ -203,7 +203,7 @@ class _MisfitError(ValueError):
     """Weights that are not those of a model."""
 
 
-def require_fit(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+def require_fit(wanted: Mapping[str, object], found: Mapping[str, object]) -> None:
     """Compare weights from a file with those of the model that they are for, before any of them is copied.
 
     Number formats may be others if nothing is lost: bfloat16 becomes float32, and float64 does not.
@@ -311,14 +311,14 @@ def _read_old(content: bytes) -> dict[str, Any]:
     return {**found, "parameters": sum(value.numel() for value in weights if isinstance(value, Tensor))}
 
 
-def _built(arguments: Mapping[str, Any]) -> nn.Module:
+def _built(arguments: Mapping[str, object]) -> nn.Module:
     """A model of ``trysquare.models``; nothing else is imported or run for it."""
     if not isinstance(arguments.get("name"), str) or not all(isinstance(key, str) for key in arguments):
         raise ValueError(f"the arguments {shown(arguments)} must be the name of a model, and options by their names")
     return _called(importlib.import_module("trysquare.lab.models").build, REGISTRY, arguments)
 
 
-def _made(factory: Factory, arguments: Mapping[str, Any]) -> nn.Module:
+def _made(factory: Factory, arguments: Mapping[str, object]) -> nn.Module:
     """What the factory of a user makes."""
     if not isinstance(factory, str):
         return _called(factory, getattr(factory, "__name__", repr(factory)), arguments)
@@ -340,7 +340,7 @@ def _made(factory: Factory, arguments: Mapping[str, Any]) -> nn.Module:
     return make if isinstance(make, nn.Module) else _called(make, factory, arguments)
 
 
-def _called(make: Callable[..., Any], name: str, arguments: Mapping[str, Any]) -> nn.Module:
+def _called(make: Callable[..., object], name: str, arguments: Mapping[str, object]) -> nn.Module:
     try:
         model = make(**arguments)
     except (Exception, SystemExit) as error:  # whatever the factory does

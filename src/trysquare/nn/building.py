@@ -14,7 +14,7 @@ the others, and takes the mean of their gradients back to the free tensors.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import RLock
@@ -27,7 +27,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trysquare import torch_internals
 from trysquare.nn.linalg.precision import apply_function, at_least_float32, differentiated_once, protected
-from trysquare.nn.parametrizations.base import Caching, Parametrization, Sources, WeightCache, plainly_laid_out
+from trysquare.nn.parametrizations.base import (
+    Caching,
+    Parametrization,
+    Slots,
+    Sources,
+    WeightCache,
+    parameters_of,
+    plainly_laid_out,
+)
 from trysquare.nn.sharing import Elsewhere, Ranks, managed_by_fsdp, shares
 
 __all__ = ["built"]
@@ -115,7 +123,7 @@ class _Block:
         self.lock = RLock()
         self.open = True
         self.anchor = torch.zeros((), requires_grad=True)  # makes autograd record what reaches no free tensor
-        self.weights: dict[tuple[WeightCache, Any], _Weight] = {}
+        self.weights: dict[tuple[WeightCache, Hashable], _Weight] = {}
         # Where backward through the construction of what was built at once begins, and the weights that it consists of.
         self.batches: list[tuple[GradientEdge, list[_Weight]]] = []
         self.model, self.ranks, self.owner_only = model, ranks, owner_only
@@ -207,10 +215,10 @@ class _Block:
                 self.weights[part.cache, None] = _Weight(self, given, part.slots, list(part.slots), build)
 
     def weight(
-        self, build: Callable[[], Tensor], cache: WeightCache, slots: dict[str, Any], names: Sequence[str], key: Any
+        self, build: Callable[[], Tensor], cache: WeightCache, slots: Slots, names: Sequence[str], key: Hashable
     ) -> Tensor:
         """Return a weight: the one of this block if somebody may want its gradient, otherwise that of the cache."""
-        free = [slots[name] for name in names]
+        free = parameters_of(slots, names)
         with self.lock:
             weight = self.weights.get((cache, key)) if self.open else None
             if weight is None:
@@ -347,7 +355,7 @@ class _Weight:
     """
 
     def __init__(
-        self, block: _Block, exact: Tensor, slots: dict[str, Any], names: Sequence[str], build: Callable[[], Tensor]
+        self, block: _Block, exact: Tensor, slots: Slots, names: Sequence[str], build: Callable[[], Tensor]
     ) -> None:
         self.block, self.exact, self.shape, self.build = block, exact, exact.shape, build
         self.sources = Sources(slots, names)

@@ -192,7 +192,7 @@ class Elsewhere:
 
     def end(self, part: Caching) -> None:
         """Take this off."""
-        self._on_saving.remove()  # type: ignore[no-untyped-call]
+        self._on_saving.remove()
         part.block = None
 
 

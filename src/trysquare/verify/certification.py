@@ -26,15 +26,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from trysquare.files import or_infinite, without_infinities
+from trysquare.files import JsonObject, or_infinite, read_json, without_infinities
 from trysquare.naming import shown
 from trysquare.nn.geometry import per_axis
 from trysquare.nn.linalg.operator import checked_weight
-from trysquare.nn.linalg.precision import autocast_dtype
+from trysquare.nn.linalg.precision import coarsest_dtype
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.nn.losses import check_batch
 from trysquare.progress import track
-from trysquare.verify.lipschitz import BATCH, Analysis, ExactEvaluation, analyse, input_like, refuse_difference
+from trysquare.verify.contexts import own_tensors, users_device
+from trysquare.verify.lipschitz import (
+    BATCH,
+    Analysis,
+    ExactEvaluation,
+    analyse,
+    input_like,
+    refuse_changed,
+    refuse_difference,
+)
 from trysquare.verify.lipschitz.checks import require_dense, require_plain_module
 from trysquare.verify.operators import used_weight
 
@@ -49,9 +58,10 @@ _SQRT2_UP = math.nextafter(math.sqrt(2), 2)
 _MEASURED_SAMPLES = 512
 # Images that are evaluated together in float64, and numbers that all calls on them may make.
 _LARGEST_BATCH = 256
-_FLOAT64_NUMBERS = 1 << 22
+_FLOAT64_NUMBERS = 1 << 20
 
 
+@own_tensors()
 def certified_radius(
     logits: Tensor,
     labels: Tensor,
@@ -173,11 +183,11 @@ def checked_logits(logits: object) -> Tensor:
 
 
 def checked_labels(labels: Tensor, logits: Tensor) -> Tensor:
-    """Return the labels as integers on the CPU, after a check that all of them are classes."""
+    """Return a copy of the labels as integers on the CPU, after a check that all of them are classes."""
     if isinstance(labels, Tensor):
         require_dense("labels", labels)
     check_batch(logits, labels)
-    classes = labels.detach().to("cpu", torch.int64)
+    classes = labels.detach().to("cpu", torch.int64, copy=True)  # a loader may fill its tensors anew for each batch
     if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < logits.shape[1]:
         raise ValueError(
             f"labels from {int(classes.min())} to {int(classes.max())} must be from 0 to {logits.shape[1] - 1}, the "
@@ -301,18 +311,18 @@ class Certificate:
         Raises:
             ValueError: if the text is something else.
         """
-        try:
-            content: dict[str, Any] = json.loads(text)
-            for name in ("radii", "reserves"):
-                content[name] = torch.tensor(list(map(or_infinite, content[name])), dtype=torch.float64)
-            content |= {name: or_infinite(content[name]) for name in ("lipschitz", "evaluation_error", "rounding")}
-            content |= {name: torch.tensor(content[name], dtype=torch.int64) for name in ("predictions", "labels")}
-            content |= {"epsilons": tuple(map(float, content["epsilons"]))}
-            content |= {"input_shape": tuple(map(int, content["input_shape"]))}
-            content |= {name: int(content[name]) for name in ("measured_samples", "disagreements")}
-            return cls(**{name: content[name] for name in cls.__dataclass_fields__})
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"this is not a certificate in JSON: {error!r}") from error
+        return read_json(text, "a certificate", cls._from_content)
+
+    @classmethod
+    def _from_content(cls, content: JsonObject) -> Certificate:
+        for name in ("radii", "reserves"):
+            content[name] = torch.tensor(list(map(or_infinite, content[name])), dtype=torch.float64)
+        content |= {name: or_infinite(content[name]) for name in ("lipschitz", "evaluation_error", "rounding")}
+        content |= {name: torch.tensor(content[name], dtype=torch.int64) for name in ("predictions", "labels")}
+        content |= {"epsilons": tuple(map(float, content["epsilons"]))}
+        content |= {"input_shape": tuple(map(int, content["input_shape"]))}
+        content |= {name: int(content[name]) for name in ("measured_samples", "disagreements")}
+        return cls(**{name: content[name] for name in cls.__dataclass_fields__})
 
     def __str__(self) -> str:
         rows = [("clean", self.clean_accuracy)]
@@ -342,6 +352,7 @@ def radius_text(epsilon: float) -> str:
     return f"{steps}/255" if steps and text == f"{steps / 255:.6g}" else text
 
 
+@own_tensors()
 def certify(
     model: nn.Module,
     data: Data,
@@ -377,9 +388,8 @@ def certify(
     torch.Size([8])
     """
     epsilons = checked_epsilons(epsilons)
-    for name, number, least in (("batch_size", batch_size, 1), ("measured_samples", measured_samples, 0)):
-        if not isinstance(number, int) or number < least:
-            raise ValueError(f"{name}={shown(number)} must be an integer, at least {least}")
+    (batch_size,) = per_axis("batch_size", batch_size, 1)
+    (measured_samples,) = per_axis("measured_samples", measured_samples, 1, least=0)
     require_plain_module(model)
     if input_shape is not None and not isinstance(input_shape, Sequence):
         raise TypeError(f"input_shape={shown(input_shape)} must be the shape of one image, such as (3, 32, 32)")
@@ -401,7 +411,7 @@ def certify(
                 found = _analysed(model, shape, len(given))
                 exact = ExactEvaluation(found.graph, found.gains)
             values, rounding = _in_float64(exact, given)
-            precision = max(torch.finfo(dtype).eps for dtype in (given.dtype, autocast_dtype(given) or given.dtype))
+            precision = torch.finfo(coarsest_dtype(given)).eps
             plain = _as_it_runs(model, exact, given, values, rounding)
             logits.append(values)
             labels.append(checked_labels(classes, values))
@@ -412,6 +422,8 @@ def certify(
                     model, exact, here, plain[: len(here)], values[: len(here)], labels[-1][: len(here)]
                 )
                 off, disagreements = torch.cat([off, seen]), disagreements + differ
+        if len(logits) > 1 and found is not None and shape is not None:
+            refuse_changed(model, found, shape)
     if found is None or shape is None or not sum(map(len, labels)):
         raise ValueError("there is no data to certify on")
     answers, truth, inexact = torch.cat(logits), torch.cat(labels), torch.cat(errors)
@@ -455,8 +467,9 @@ def _as_it_runs(model: nn.Module, exact: ExactEvaluation, images: Tensor, values
     Raises:
         NoRuleError: if they differ from those in float64 by more than rounding: it is not what was traced any more.
     """
-    plain = checked_logits(model(images.clone()))  # it may write into its input
-    short = max(images.dtype, autocast_dtype(images) or images.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    with users_device():
+        plain = checked_logits(model(images.clone()))  # it may write into its input
+    short = coarsest_dtype(images)
     reason = (
         f"{type(model).__name__} does not do the same for every batch: what it returns for this one is not what the "
         "calls give that were traced and bounded"
@@ -470,7 +483,9 @@ def _measured(
 ) -> tuple[Tensor, int]:
     """Return how far margins of the model as it runs are off at and near images, and how many images change class."""
     near = _moved(images)
-    around = _margin_errors(checked_logits(model(near)), _in_float64(exact, near)[0], labels)
+    with users_device():
+        around = checked_logits(model(near.clone()))
+    around = _margin_errors(around, _in_float64(exact, near)[0], labels)
     differ = int((plain.argmax(1) != values.argmax(1)).sum())
     return torch.maximum(_margin_errors(plain, values, labels), around), differ
 
@@ -512,7 +527,7 @@ def batches_of(data: Data, batch_size: int) -> tuple[Batches, int]:
     """
     if isinstance(data, Tensor):
         raise TypeError("data must be batches of images and labels, a dataset, or a pair of tensors, not a Tensor")
-    tensors: Any = data.tensors if isinstance(data, TensorDataset) else data
+    tensors: object = data.tensors if isinstance(data, TensorDataset) else data
     if isinstance(tensors, tuple | list) and len(tensors) == 2 and all(isinstance(part, Tensor) for part in tensors):
         images, labels = tensors
         for name, tensor in (("images", images), ("labels", labels)):

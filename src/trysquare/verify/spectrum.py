@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from trysquare.nn.linalg.lanczos import ExtremeSingularValues, golub_kahan
 from trysquare.nn.linalg.operator import Axis, LinearLayer, LinearOperator
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF, Polyphase, circular_singular_values, polyphase
 from trysquare.progress import busy
+from trysquare.verify.contexts import own_tensors
 from trysquare.verify.operators import read_layer
 
 # Entries of the largest dense matrix whose singular values are computed, and the side of the largest that a bound is
@@ -50,6 +50,7 @@ _LANCZOS_STEPS = 200
 _LANCZOS_BYTES = 1 << 30
 
 
+@own_tensors()
 @torch.no_grad()
 def singular_values(layer: nn.Module, input_shape: Sequence[int]) -> Tensor:
     """Return every singular value of a linear or convolution layer on inputs of a given shape.
@@ -150,6 +151,7 @@ def _dense_values(operator: LinearOperator, layer: nn.Module) -> Tensor:
         return torch.linalg.svdvals(operator.dense()).flatten().sort(descending=True).values
 
 
+@own_tensors()
 @torch.no_grad()
 def extreme_singular_values(
     layer: nn.Module, input_shape: Sequence[int], *, steps: int = _LANCZOS_STEPS, tolerance: float = 1e-10
@@ -209,6 +211,7 @@ def lanczos_extremes(operator: LinearOperator, steps: int, tolerance: float) -> 
     return ExtremeSingularValues(*rescaled(torch.tensor(found, dtype=torch.float64), exponent).tolist())
 
 
+@own_tensors()
 @torch.no_grad()
 def spectral_norm_bound(layer: nn.Module, input_shape: Sequence[int] | None = None) -> float:
     """Return a certified upper bound on the largest singular value of a linear or convolution layer.
@@ -316,7 +319,7 @@ def _smallest_input(layer: nn.Module) -> tuple[int, ...]:
         return (layer.in_features,)
     channels = getattr(layer, "in_channels", 1)
     kernel, stride, dilation = (getattr(layer, name, (1,)) for name in ("kernel_size", "stride", "dilation"))
-    padding: Any = getattr(layer, "padding", (0,))
+    padding: str | tuple[int, ...] = getattr(layer, "padding", (0,))
     widest = 0 if isinstance(padding, str) else max(padding)
     return channels, *(s * (d * k + 1 + 2 * widest) for k, s, d in zip(kernel, stride, dilation, strict=True))
 

@@ -76,6 +76,7 @@ def stopping_after(monkeypatch, step):
         {},
         {"optimizer.name": "adamw", "optimizer.warmup_steps": 5},
         {"optimizer.name": "sgd", "train.clip": 0.1, "train.accumulate": 2},
+        {"optimizer.name": "nadam", "optimizer.lookahead": 6, "optimizer.average": 0.9},
         {"loss.name": "emma", "train.radius_start": 0.01, "model.centering": "batch"},
     ],
     ids=lambda options: options.get("optimizer.name") or options.get("loss.name", "schedule-free"),

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from torch.overrides import TorchFunctionMode
 import trysquare as ts
 from tests.verify.lipschitz.networks import Fn
 from tests.verify.lipschitz.test_fooling import sound
+from trysquare import torch_internals
 from trysquare.nn.layers import activations
 from trysquare.nn.linalg.kernels import adjoint, compose
-from trysquare.verify.lipschitz import NoRuleError
+from trysquare.verify.lipschitz import ExactEvaluation, NoRuleError, analyse
 
 DOUBLE = torch.float64
 
@@ -238,6 +240,28 @@ def test_squares_that_vanish_count():
     assert (_certified(with_a_constant(spelled_out), [0.3, 0.4], 1) == 0).all()
 
 
+def test_squares_that_overflow_count():
+    def function(x):
+        norm = (x * 1e155).norm(dim=1, keepdim=True).clamp_max(9e154) * 1e-155
+        return torch.cat([norm, x[:, :1] * 0 + 0.7], 1)
+
+    assert (_certified(function, [0.3, 0.4], 1) == 0).all()  # in exact arithmetic the norm is 0.5, and in float64 0.9
+    assert (_certified(function, [0.3, 0.4], 0) == 0).all()
+
+
+def test_numbers_that_are_added_in_many_places_round_in_each():
+    many, number, image = 1 << 20, 1e10 + 0.3, torch.full((1, 1), 0.1, dtype=DOUBLE)
+
+    def function(m, x):
+        places = torch.arange(len(x))[:, None], torch.arange(many)[None]
+        return x.expand(-1, many).index_put(places, torch.tensor(number, dtype=DOUBLE), accumulate=True)
+
+    found = analyse(Fn(function, p=torch.zeros(1, dtype=DOUBLE)), (1,), compare=False)
+    result, bound = ExactEvaluation(found.graph, found.gains)([image.expand(2, 1)])
+    error = float(Fraction(number) + Fraction(0.1) - Fraction(float(result[0, 0])))
+    assert abs(error) * math.sqrt(2 * many) <= bound
+
+
 def test_rows_further_apart_than_any_number():
     rows = torch.tensor([[1.0] * 3, [-1.0] * 3], dtype=DOUBLE) * 1e308
     radius = ts.certified_radius(torch.tensor([[1.0, 0.0]], dtype=DOUBLE), torch.tensor([0]), head=rows)
@@ -430,6 +454,54 @@ def test_what_changes_between_batches_is_refused(kind):
         ts.certify(_Shifting(kind), (torch.randn(200, 3), torch.zeros(200, dtype=torch.long)), batch_size=2)
 
 
+class _Trained:
+    """Batches of random images, between which something happens to the model."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def __iter__(self):
+        images, labels = torch.empty(8, 6), torch.empty(8, dtype=torch.long)
+        for number in range(4):
+            torch.manual_seed(number)
+            images.normal_(), labels.random_(3)  # the same tensors each time
+            yield images, labels
+            self.change()
+
+
+@torch.no_grad()
+def _step(model):
+    for weight in model.parameters():
+        weight += 1e-5 * torch.randn_like(weight)
+
+
+def _by_data(model):
+    model[0].weight.data = model[0].weight.data * 1.00001
+
+
+@torch.no_grad()
+def _statistics(model):
+    model.train()
+    model[1].momentum = 1e-5
+    model(torch.randn(8, 6))
+    model.eval()
+
+
+@pytest.mark.parametrize("change", [_step, _by_data, _statistics])
+def test_a_model_that_drifts_between_batches_is_refused(change):
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
+    with pytest.raises(NoRuleError, match="was changed while the data was read"):
+        ts.certify(model, _Trained(lambda: change(model)))
+
+
+def test_tensors_that_a_loader_uses_again_are_no_other_labels():
+    model = nn.Linear(6, 3)
+    batches = [(images.clone(), labels.clone()) for images, labels in _Trained(int)]
+    expected, found = ts.certify(model, batches), ts.certify(model, _Trained(int))
+    assert torch.equal(found.labels, expected.labels)
+    assert torch.equal(found.radii, expected.radii)
+
+
 def test_a_model_that_prints_its_values_is_refused():
     with pytest.raises(NoRuleError, match=r"print|repr|value"):
         ts.lipschitz_bound(of(lambda x: x * (100.0 if "9" in repr(x) else 1.0)), (3,))
@@ -520,3 +592,141 @@ def test_layouts_of_interpolation(attack):
 
 def test_randomized_slopes_in_place():
     assert ts.lipschitz_bound(nn.Sequential(nn.Linear(3, 3), nn.RReLU(inplace=True)).eval(), (3,)) > 0
+
+
+# What the user has switched on for all tensors, and is not about ours.
+SWITCHES = {
+    "device": lambda: torch.device("meta"),
+    "inference": torch.inference_mode,
+    "grad": torch.enable_grad,
+}
+
+
+@contextlib.contextmanager
+def _by_default(setter, value, usual):
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(usual)
+
+
+SWITCHES["default device"] = lambda: _by_default(torch.set_default_device, "meta", None)
+SWITCHES["default dtype"] = lambda: _by_default(torch.set_default_dtype, torch.float64, torch.float32)
+
+
+def _what_is_known(model, images):
+    certificate = ts.certify(model, (images, torch.zeros(len(images), dtype=torch.long, device="cpu")))
+    return (
+        ts.lipschitz_bound(model, (3, 8, 8)), ts.audit(model, (3, 8, 8)).bound, *certificate.radii.tolist(),
+        ts.lipschitz_lower_bound(model, images) > 0, ts.spectral_norm_bound(model[0], (3, 8, 8)),
+        *ts.singular_values(model[0], (3, 8, 8)).tolist(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("make", [lambda: ts.OrthoConv2d(3, 8, 3, stride=2), lambda: nn.Conv2d(3, 8, 3, 2, 1)])
+def test_defaults_for_the_users_tensors_are_not_about_ours(switch, make):
+    model = nn.Sequential(make(), ts.MaxMin(), nn.Flatten(), ts.SLLLinear(128), nn.Linear(128, 3)).eval()
+    images = torch.rand(4, 3, 8, 8)
+    plain = _what_is_known(model, images)
+    with SWITCHES[switch]():
+        assert _what_is_known(model, images) == pytest.approx(plain, rel=1e-4)
+
+
+def test_the_users_device_is_that_of_the_model():
+    model = Fn(lambda m, x: x + torch.ones(3), w=torch.ones(3))
+    assert ts.lipschitz_bound(model, (3,)) == pytest.approx(1)
+    with torch.device("meta"), pytest.raises(ValueError, match=r"without numbers|meta"):
+        ts.lipschitz_bound(model, (3,))
+
+
+def test_tensors_without_numbers_say_so():
+    model = nn.Linear(3, 3)
+    with torch_internals.FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match="FakeTensorMode"):
+        ts.lipschitz_bound(model, (3,))
+
+
+BLOCKS = {
+    "cpl": lambda: ts.CPLLinear(12), "sll": lambda: ts.SLLLinear(12),
+    "transposed": lambda: nn.Sequential(nn.Unflatten(1, (3, 4)), ts.OrthoConvTranspose1d(3, 2, 3)),
+    "terms": lambda: nn.Sequential(nn.Unflatten(1, (3, 4)), ts.OrthoConv1d(3, 6, 3, method="soc")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_rounding_by_autocast_is_no_other_function(name):
+    torch.manual_seed(0)
+    for _ in range(5):
+        model = BLOCKS[name]().eval()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight += 0.5 * torch.randn_like(weight)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert 0.9 < ts.lipschitz_bound(model, (12,)) < 1.02
+
+
+class _Tenfold(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return 10 * result.as_subclass(torch.Tensor) if func is F.linear else result
+
+
+class _Named(torch.Tensor):
+    pass
+
+
+READERS = {
+    "bound": lambda layer: ts.lipschitz_bound(nn.Sequential(layer), (4,)),
+    "norm": lambda layer: ts.spectral_norm_bound(layer, (4,)), "any size": ts.spectral_norm_bound,
+    "values": lambda layer: ts.singular_values(layer, (4,)).max(),
+    "extremes": lambda layer: ts.extreme_singular_values(layer, (4,)).largest,
+    "head": lambda layer: ts.certified_radius(torch.randn(2, 4), torch.zeros(2, dtype=torch.long), head=layer).sum(),
+    "weight": lambda layer: ts.certified_radius(
+        torch.randn(2, 4), torch.zeros(2, dtype=torch.long), head=layer.weight
+    ).sum(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_weights_that_say_what_is_computed_are_not_read_as_numbers(read):
+    layer = nn.Linear(4, 4)
+    del layer.weight
+    layer.weight = nn.Parameter(torch.randn(4, 4).as_subclass(_Tenfold))
+    with pytest.raises(ValueError, match=r"as_subclass\(torch.Tensor\)"):
+        READERS[read](layer)
+    del layer.weight
+    layer.weight = nn.Parameter(torch.randn(4, 4).as_subclass(_Named))
+    if read == "bound":
+        with pytest.raises(ValueError, match=r"as_subclass\(torch.Tensor\)"):
+            READERS[read](layer)
+    else:
+        assert float(READERS[read](layer)) >= 0
+
+
+class _Looking(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.words, self.linear, self.change = nn.Embedding(10, 4), nn.Linear(4, 4), change
+
+    def forward(self, x):
+        return self.words(self.change(self, x)).flatten(1)
+
+
+def test_tokens_that_are_computed_say_why():
+    rows = torch.linalg.matrix_norm(_Looking(None).words.weight, 2)
+    for moved in (lambda m, x: x.flip(1), lambda m, x: x[:, 1:], lambda m, x: torch.cat([x, x[:, :1]], 1)):
+        assert 0.1 * rows < ts.lipschitz_bound(_Looking(moved), (4,))
+    for computed in (lambda m, x: x + 1, lambda m, x: x % 3, lambda m, x: x.clamp(0, 3)):
+        with pytest.raises(NoRuleError, match="integers that depend on the input"):
+            ts.lipschitz_bound(_Looking(computed), (4,))
+    for real in (lambda m, x: m.linear(x), lambda m, x: m.linear(x.float())):
+        with pytest.raises(NoRuleError, match="not values that were computed"):
+            ts.lipschitz_bound(_Looking(real), (4,))
+
+
+def test_an_overflow_is_named():
+    model = nn.Sequential(nn.Linear(4, 4), Fn(lambda m, x: x * 1e4 * 1e4)).half()
+    with pytest.raises(NoRuleError, match="overflow in float16"):
+        ts.lipschitz_bound(model, (4,))

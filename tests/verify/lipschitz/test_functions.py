@@ -77,6 +77,32 @@ CALLS = {
     "linear by keywords": (lambda m, x: F.linear(input=x, weight=m.w[:, 0, 0]), (4, 3), True),
     "in place": (lambda m, x: (x * 1).mul_(2).add_(x), (4,), True),
     "padding": (lambda m, x: F.pad(x, pad=(1, 2, 0, 0), mode="reflect"), MAP, True),
+    "running sums": (lambda m, x: x.cumsum(-1), MAP, True),
+    "running sums from the end": (lambda m, x: x.flip(1).cumsum(dim=1), (5,), True),
+    "numbers added at positions": (
+        lambda m, x: x.new_zeros(len(x), 4).index_add(1, torch.tensor([0, 2, 2, 1, 0, 0]), x), (6,), True,
+    ),
+    "numbers added to others, with a factor": (
+        lambda m, x: x.index_add(1, torch.tensor([0, 0, 1]), x[:, 3:], alpha=-2.0), (6,), False,
+    ),
+    "scattered": (
+        lambda m, x: x.new_ones(len(x), 3).scatter_add(1, torch.tensor([[2, 0, 2, 0, 0]]).expand(len(x), -1), 2 * x),
+        (5,),
+        True,
+    ),
+    "scattered in place": (
+        lambda m, x: x.new_zeros(len(x), 3).scatter_add_(1, torch.tensor([[2, 0, 2]]).expand_as(x), x), (3,), True,
+    ),
+    "filled at an index": (lambda m, x: x.index_fill(1, torch.tensor([0, 2]), 3.0), (4,), True),
+    "one number put in several places": (
+        lambda m, x: x.new_ones(len(x), 3).index_put(
+            (torch.arange(len(x))[:, None], torch.tensor([[0, 1, 1]])), x[:, :1], accumulate=True
+        ),
+        (4,),
+        True,
+    ),
+    "logarithm of a sum of exponentials": (lambda m, x: torch.logaddexp(x[:, :2], 3 * x[:, 2:]), (4,), False),
+    "the same of powers of two": (lambda m, x: torch.logaddexp2(x, x.flip(1)), (4,), False),
 }  # fmt: skip
 
 
@@ -148,6 +174,13 @@ def test_exact_values_are_rounded_up_not_down():
         assert bound(function, (1,)) ** 2 >= round(value**2 * 7) / 7 * (1 - 2**-60) or value < 1
 
 
+def test_an_index_may_be_shorter_than_what_is_scattered():
+    def scattered(m, x):  # autograd refuses this, so that there is no Jacobian to compare with
+        return x.new_zeros(len(x), 3).scatter_add(1, torch.tensor([[2, 2]]).expand(len(x), -1), x)
+
+    assert bound(scattered, (4,)) == pytest.approx(math.sqrt(2))
+
+
 def test_what_has_no_rule_says_so():
     refused = {
         "bits": lambda m, x: x.view(torch.int16),
@@ -163,6 +196,7 @@ def test_what_has_no_rule_says_so():
         "rounding jumps": lambda m, x: torch.div(x, 2, rounding_mode="floor"),
         "finite": lambda m, x: x * math.inf,
         "zero": lambda m, x: x / 0,
+        "integers": lambda m, x: x.scatter_add(1, x.argsort(1), x),
     }
     for message, function in refused.items():
         with pytest.raises(ValueError, match=message):
@@ -200,3 +234,39 @@ def test_functions_in_low_precision_models():
     model = nn.Sequential(nn.Linear(4, 4), Fn(lambda m, x: F.leaky_relu(x, 1.1) * 0.7)).bfloat16()
     weight = torch.linalg.matrix_norm(model[0].weight.detach().double(), 2)
     assert ts.lipschitz_bound(model, (4,)) >= float(weight) * 0.77
+
+
+class Loop(nn.Module):
+    """A recurrent network as people write it."""
+
+    def __init__(self, cell, whole=False):
+        super().__init__()
+        self.cell, self.whole = cell, whole
+
+    def forward(self, x):
+        state, states = x.new_zeros(len(x), 6), []
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t], state)
+            states.append(state)
+        return torch.stack(states, 1) if self.whole else state
+
+
+@pytest.mark.parametrize("steps", [1, 4, 16])
+@pytest.mark.parametrize("nonlinearity", ["tanh", "relu"])
+def test_changes_of_different_inputs_add_up_by_their_squares(steps, nonlinearity):
+    cell = nn.RNNCell(6, 6, nonlinearity=nonlinearity)
+    nn.init.orthogonal_(cell.weight_ih)
+    nn.init.orthogonal_(cell.weight_hh)
+    # With orthogonal weights and slopes of 1, the last state is a sum of rotated inputs: its norm is sqrt(steps).
+    assert ts.lipschitz_bound(Loop(cell), (steps, 6)) == pytest.approx(math.sqrt(steps), rel=1e-4)
+    # All states are running sums of these.
+    running = torch.linalg.svdvals(torch.ones(steps, steps, dtype=torch.float64).tril())[0]
+    assert running * (1 - 1e-4) <= ts.lipschitz_bound(Loop(cell, whole=True), (steps, 6)) <= 1.2 * running
+
+
+def test_changes_of_the_same_input_still_add_up():
+    mixed = bound(lambda m, x: x[:, :2] + x[:, 1:3] + x[:, 2:], (4,))
+    jacobian = torch.zeros(2, 4, dtype=torch.float64)
+    for k in range(3):
+        jacobian[:, k : k + 2] += torch.eye(2, dtype=torch.float64)
+    assert torch.linalg.matrix_norm(jacobian, 2) <= mixed <= 3

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trysquare.nn.linalg.precision import at_least_float32
+from trysquare.nn.parametrizations.base import Device
 
 
 class ConvexSum(nn.Module):
@@ -24,12 +24,12 @@ class ConvexSum(nn.Module):
     tensor([0.5000, 0.5000])
     """
 
-    def __init__(self, device: Any = None, dtype: Any = None) -> None:
+    def __init__(self, device: Device = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.logit = nn.Parameter(torch.zeros((), device=device, dtype=dtype))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Convex combination of two values of one shape."""
+        """Combine two values of one shape."""
         share = self.logit.to(at_least_float32(self.logit.dtype)).sigmoid()
         return x * (1 - share).to(x.dtype) + y * share.to(y.dtype)
 
@@ -42,12 +42,12 @@ class LearnableSum(nn.Module):
     tensor([0.5000, 0.5000])
     """
 
-    def __init__(self, device: Any = None, dtype: Any = None) -> None:
+    def __init__(self, device: Device = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.factors = nn.Parameter(torch.ones(2, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Weighted sum of two values of one shape."""
+        """Add two values of one shape."""
         factors = self.factors.to(at_least_float32(self.factors.dtype))
         # Not below what float32 can divide by: with both factors 0 the sum is 0.
         first, second = factors / factors.abs().sum().clamp_min(torch.finfo(factors.dtype).tiny)
@@ -73,7 +73,6 @@ class ScaledConcat(nn.Module):
         return joined * self.number**-0.5
 
     def extra_repr(self) -> str:
-        """Axis and number."""
         return f"dim={self.dim}, number={self.number}, stack={self.stack}"
 
 
@@ -90,11 +89,10 @@ class ScaledMean(nn.Module):
         self.dims, self.keepdim = tuple(dims), keepdim
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scaled mean."""
+        """Take the scaled mean."""
         return x.mean(self.dims, self.keepdim) * prod(x.shape[dim] for dim in self.dims) ** 0.5
 
     def extra_repr(self) -> str:
-        """Axes."""
         return f"dims={self.dims}, keepdim={self.keepdim}"
 
 
@@ -106,7 +104,9 @@ class LastAxesCentering(nn.Module):
     tensor([[-2., -1.,  3.]])
     """
 
-    def __init__(self, shape: Sequence[int], bias: bool = True, device: Any = None, dtype: Any = None) -> None:
+    def __init__(
+        self, shape: Sequence[int], bias: bool = True, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.shape = tuple(shape)
         self.bias = nn.Parameter(torch.zeros(self.shape, device=device, dtype=dtype)) if bias else None
@@ -118,7 +118,6 @@ class LastAxesCentering(nn.Module):
         return centred if self.bias is None else centred + self.bias.to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Shape."""
         return f"{self.shape}, bias={self.bias is not None}"
 
 
@@ -128,7 +127,14 @@ class GroupCentering(nn.Module):
     With as many groups as channels this is ``nn.InstanceNorm`` without the division.
     """
 
-    def __init__(self, groups: int, channels: int, bias: bool = True, device: Any = None, dtype: Any = None) -> None:
+    def __init__(
+        self,
+        groups: int,
+        channels: int,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.groups, self.channels = groups, channels
         self.bias = nn.Parameter(torch.zeros(channels, device=device, dtype=dtype)) if bias else None
@@ -142,7 +148,6 @@ class GroupCentering(nn.Module):
         return centred if self.bias is None else centred + self.bias.to(x.dtype).view(-1, *(1,) * (x.ndim - 2))
 
     def extra_repr(self) -> str:
-        """Groups and channels."""
         return f"{self.groups}, {self.channels}, bias={self.bias is not None}"
 
 
@@ -172,7 +177,6 @@ class BoundedScale(nn.Module):
         return x * (scale / scale.abs().max().clamp_min(1.0)).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Shape."""
         return f"{tuple(self.scale.shape)}"
 
 
@@ -193,5 +197,4 @@ class Divided(nn.Module):
         return self.module(x) * (1 / self.constant)
 
     def extra_repr(self) -> str:
-        """The constant."""
         return f"constant={self.constant:.6g}"

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from trysquare.nn.geometry import flag, positive
-from trysquare.nn.linalg.precision import at_least_float32
+from trysquare.nn.linalg.precision import Context, at_least_float32
 from trysquare.nn.parametrizations.base import Device
 
 __all__ = ["BatchCentering", "LayerCentering"]
+
+
+class _SumContext(Context, Protocol):
+    group: dist.ProcessGroup | None
 
 
 class _SumOverRanks(torch.autograd.Function):
     """Sum of a tensor over the ranks of a process group; the gradient is summed in the same way."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: _SumContext, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
         total = tensor.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _SumContext, *grads: Tensor) -> tuple[Tensor, None]:
         total = grads[0].clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None

@@ -19,7 +19,6 @@ from trysquare.nn.layers.convolution import Convolution, crops, in_format_of, na
 from trysquare.nn.layers.invertible import AffineInverse, Isometry
 from trysquare.nn.layers.series import Series
 from trysquare.nn.linalg.operator import LinearOperator
-from trysquare.nn.linalg.orthogonalize import orthogonalizer as find_orthogonalizer
 from trysquare.nn.linalg.precision import as_autocast
 from trysquare.nn.parametrizations import METHODS, SOC, find_method
 from trysquare.nn.parametrizations.base import Device, ParametrizedWeight, check_dtype
@@ -71,10 +70,10 @@ class OrthogonalConvolution(Isometry, ParametrizedWeight):
         options: Options,
     ) -> ConvGeometry:
         """Return the geometry of the convolution, with the kernel size that the method makes of ``kernel_size``."""
-        find_orthogonalizer(orthogonalizer)
         made_by = find_method(method, options)
         if not made_by.uses_orthogonalizer and orthogonalizer != _DEFAULT_ORTHOGONALIZER:
             raise ValueError(f"orthogonalizer={orthogonalizer!r} has no meaning for method={method!r}; leave it out")
+        parsimonious = flag("parsimonious", parsimonious)
         if parsimonious and not made_by.orthogonal:
             raise ValueError(f"parsimonious=True has no meaning for method={method!r}; leave it out")
         kernel_size, stride, dilation = per_axis_each(self.dims, **sizes)
@@ -118,7 +117,7 @@ class OrthogonalConvolution(Isometry, ParametrizedWeight):
 
     def _sources(self) -> list[Tensor]:
         """Return the free tensors, whether they are parameters or not."""
-        held = self.parametrizations["weight"]
+        held = self._parametrizations_of_weight
         return [getattr(held, f"original{number}") for number in range(held.ntensors)]
 
     def used_weight(self) -> Tensor:
@@ -250,11 +249,11 @@ class _Convolution(OrthogonalConvolution):
     ) -> None:
         sizes = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
         channels = (in_channels, out_channels)
-        parsimonious = flag("parsimonious", parsimonious)
         geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
+        bias = flag("bias", bias)
         convolution = Convolution.of(geometry, geometry.pads(padding, padding_mode), padding_mode)
         check_dtype(dtype)
-        super().__init__(  # type: ignore[call-arg]
+        super().__init__(
             geometry.in_channels,
             geometry.out_channels,
             geometry.kernel_size,
@@ -262,7 +261,7 @@ class _Convolution(OrthogonalConvolution):
             0,
             geometry.dilation,
             geometry.groups,
-            flag("bias", bias),
+            bias,
             padding_mode,
             device,
             dtype,
@@ -332,13 +331,13 @@ class _TransposedConvolution(OrthogonalConvolution):
     ) -> None:
         sizes = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
         channels = (out_channels, in_channels)
-        parsimonious = flag("parsimonious", parsimonious)
         geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
+        bias = flag("bias", bias)
         output_padding = per_axis("output_padding", output_padding, self.dims, least=0)
         pads = crops(geometry, padding, output_padding, padding_mode)
         convolution = Convolution.of(geometry, pads, padding_mode)
         check_dtype(dtype)
-        super().__init__(  # type: ignore[call-arg]
+        super().__init__(
             geometry.out_channels,
             geometry.in_channels,
             geometry.kernel_size,
@@ -346,7 +345,7 @@ class _TransposedConvolution(OrthogonalConvolution):
             0,
             0,
             geometry.groups,
-            flag("bias", bias),
+            bias,
             geometry.dilation,
             "zeros",
             device,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -14,13 +14,16 @@ from torch.autograd.function import once_differentiable
 from trysquare import torch_internals
 from trysquare.nn.geometry import flag
 from trysquare.nn.layers.convolution import PLAIN_CONV
+from trysquare.nn.linalg.precision import Context, Gradients
 from trysquare.nn.parametrizations.base import (
     Caching,
     OpenBlock,
     Parametrization,
     ParametrizedWeight,
+    Slots,
     WeightCache,
     copy_weights,
+    parameters_of,
 )
 
 __all__ = ["InvertibleSequential"]
@@ -76,7 +79,7 @@ class AffineInverse(Isometry, nn.Module):
 
     def forward(self, y: Tensor) -> Tensor:
         """Take off the bias, then apply the adjoint."""
-        return self.adjoint(y - self.bias.view(-1, *(1,) * self.dims))  # type: ignore[no-any-return]
+        return self.adjoint(y - self.bias.view(-1, *(1,) * self.dims))
 
     def inverse(self) -> nn.Module:
         """Return the layer that this undoes, with all of its parameters."""
@@ -240,6 +243,9 @@ def _log_abs_det(layer: nn.Module, x: Tensor) -> Tensor:
     return volume
 
 
+Place = tuple[WeightCache, Hashable]
+
+
 class _Weights:
     """The weights of the layers of a chain, each built once, by the cache that they belong to and its key.
 
@@ -250,9 +256,9 @@ class _Weights:
     """
 
     def __init__(self) -> None:
-        self.built: dict[Any, Tensor] = {}
+        self.built: dict[Place, Tensor] = {}
         self.sources: set[int] = set()
-        self.handed: dict[Any, Tensor] | None = None
+        self.handed: dict[Place, Tensor] | None = None
 
     @contextmanager
     def handed_to(self, *modules: nn.Module) -> Iterator[None]:
@@ -276,14 +282,14 @@ class _Lender:
         self.weights, self.around = weights, around
 
     def weight(
-        self, build: Callable[[], Tensor], cache: WeightCache, slots: dict[str, Any], names: Sequence[str], key: Any
+        self, build: Callable[[], Tensor], cache: WeightCache, slots: Slots, names: Sequence[str], key: Hashable
     ) -> Tensor:
         """Return ``build()``, built once."""
         kept, place = self.weights, (cache, key)
         if kept.handed is not None and place in kept.handed:
             return kept.handed[place] if torch.is_grad_enabled() else kept.handed[place].detach()
         if place not in kept.built:
-            free = [slots[name] for name in names]
+            free = parameters_of(slots, names)
             if not any(tensor.requires_grad for tensor in free):
                 return cache.get(build, slots, names, key)
             with torch.enable_grad():
@@ -316,11 +322,15 @@ class _Run:
         self.places, self.sources = list(weights.built), weights.sources
 
 
+class _RunContext(Context, Protocol):
+    run: _Run
+
+
 class _Recomputed(torch.autograd.Function):
     """The results of a pass as a function of its input, the built weights and the other parameters."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, x: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: _RunContext, run: _Run, x: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         output, total = run.results.pop()  # the graph must not hold what it returns
         output = output.view_as(output) if output is x else output
         ctx.run = run
@@ -330,9 +340,9 @@ class _Recomputed(torch.autograd.Function):
         return output, total
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor, volume_grad: Tensor) -> tuple[Tensor | None, ...]:
-        run: _Run = ctx.run
+    @once_differentiable
+    def backward(ctx: _RunContext, grad: Tensor, volume_grad: Tensor) -> Gradients:
+        run = ctx.run
         given, y, *tensors = ctx.saved_tensors
         built = [tensor.detach().requires_grad_() for tensor in tensors[: len(run.places)]]
         weights = _Weights()

@@ -259,7 +259,7 @@ class GlobalL2NormPool(_GlobalPool):
         self.norm = EuclideanNorm()
 
     def _pool(self, positions: Tensor) -> Tensor:
-        return self.norm(positions).to(positions.dtype)  # type: ignore[no-any-return]
+        return self.norm(positions).to(positions.dtype)
 
 
 class GlobalMaxPool(_GlobalPool):

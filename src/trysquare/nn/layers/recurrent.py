@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -149,7 +148,7 @@ class OrthoRNNCell(nn.Module):
         projected = self._projected(input.unsqueeze(0) if single else input)
         state = projected.new_zeros(projected.shape) if hx is None else hx.unsqueeze(0) if single else hx
         after = self.function(projected + F.linear(state, self.turn.weight))
-        return after.squeeze(0) if single else after  # type: ignore[no-any-return]
+        return after.squeeze(0) if single else after
 
     def _projected(self, x: Tensor) -> Tensor:
         return F.linear(x, self.read.weight, self.read.bias)
@@ -181,12 +180,11 @@ class OrthoRNNCell(nn.Module):
         return f"{self.input_size}, {self.hidden_size}, init={self.init}"
 
 
-def _norm_of(layer: Any) -> float:
-    weight = (
-        layer.exact_weight()
-        if isinstance(layer, ParametrizedWeight)
-        else checked_weight(as_autocast(layer.weight), type(layer).__name__)
-    )
+def _norm_of(layer: nn.Linear) -> float:
+    if isinstance(layer, ParametrizedWeight):
+        weight = layer.exact_weight()
+    else:
+        weight = checked_weight(as_autocast(layer.weight), type(layer).__name__)
     return singular_value_range([weight.unsqueeze(0)], lowest=False)[1]
 
 
@@ -359,7 +357,7 @@ class OrthoRNN(nn.Module):
         self,
         input: Tensor | PackedSequence,  # noqa: A002
         hx: Tensor | None = None,
-    ) -> tuple[Any, Tensor]:
+    ) -> tuple[Tensor | PackedSequence, Tensor]:
         """Return all states of the last layer, and the last state of each layer and direction.
 
         Args:
@@ -485,7 +483,7 @@ class LastState(nn.Module):
         """Return ``(batch, hidden_size * directions)`` from ``(batch, length, input_size)``."""
         directions = 1 + int(self.rnn.bidirectional)
         last = self.rnn(input)[1][-directions:]
-        return last.transpose(0, 1).flatten(1)  # type: ignore[no-any-return]
+        return last.transpose(0, 1).flatten(1)
 
     @torch.no_grad()
     def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:

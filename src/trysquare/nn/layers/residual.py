@@ -190,4 +190,4 @@ class L2Residual(_Residual):
         _same_shape(skip, branch)
         wide = at_least_float32(branch.dtype)
         both = torch.stack((skip.to(wide) * angle.cos(), branch.to(wide) * angle.sin()), 1)
-        return self.norm(both).to(branch.dtype)  # type: ignore[no-any-return]
+        return self.norm(both).to(branch.dtype)

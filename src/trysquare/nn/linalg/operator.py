@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trysquare import torch_internals
 from trysquare.nn.geometry import Pads, Sizes, extent, flat_pads
 from trysquare.nn.linalg.kernels import CONV, CONV_TRANSPOSE
 from trysquare.nn.linalg.precision import full_precision
@@ -303,8 +304,14 @@ def checked_weight(weight: Tensor, owner: str) -> Tensor:
     """Return a weight in float64 on the CPU, if it is one that has a spectrum.
 
     Raises:
-        ValueError: if it is complex, not dense or not finite, or on the meta device.
+        ValueError: if it is complex, not dense or not finite, on the meta device, or of a class that says by itself
+            what torch computes with it.
     """
+    if torch_internals.computes_by_itself(weight):
+        raise ValueError(
+            f"the weight of {owner} is a {type(weight).__name__}, which says by itself what torch computes with it; "
+            "make it a plain tensor first, weight.as_subclass(torch.Tensor)"
+        )
     if weight.is_complex():
         raise ValueError(
             f"the weight of {owner} is complex ({weight.dtype}), and only real ones are supported: write z as the pair "
@@ -315,7 +322,7 @@ def checked_weight(weight: Tensor, owner: str) -> Tensor:
     if weight.layout != torch.strided:
         raise ValueError(f"the weight of {owner} is in the layout {weight.layout}, and must be dense: use to_dense()")
     with full_precision(weight):
-        exact = weight.detach().to("cpu", torch.float64)
+        exact = weight.detach().as_subclass(Tensor).to("cpu", torch.float64)
     if not bool(exact.isfinite().all()):
         bad = int((~exact.isfinite()).sum())
         raise ValueError(

@@ -11,12 +11,13 @@ do it with no branch.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trysquare.nn.linalg.precision import (
+    Context,
+    Gradients,
     Operation,
     full_precision,
     host_can_look,
@@ -159,11 +160,11 @@ class _OrthonormalRows(torch.autograd.Function):
         return factor_rows(rows, householder)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Context, inputs: tuple[Tensor, bool], output: tuple[Tensor, Tensor]) -> None:
         keep_outputs(ctx, output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_factor: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor | None, grad_factor: Tensor | None) -> Gradients:
         if grad is None and grad_factor is None:
             return nothing_for(ctx)
         basis, factor = ctx.saved_tensors
@@ -171,7 +172,7 @@ class _OrthonormalRows(torch.autograd.Function):
             return rows_gradient(basis, factor, grad, grad_factor), None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: Any) -> tuple[Tensor, Tensor]:
+    def jvp(ctx: Context, tangent: Tensor, _: None) -> tuple[Tensor, Tensor]:
         basis, factor = ctx.saved_tensors
         with full_precision(basis):
             return rows_tangent(basis, factor, tangent)

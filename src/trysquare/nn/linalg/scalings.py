@@ -93,9 +93,9 @@ def _downhill(gram: Callable[[Tensor], Tensor], start: Tensor, squarings: int) -
                 size = power.diagonal().sum()
                 power, logarithm = (power / size) @ (power / size), 2 * (logarithm + size.log())
             value = (logarithm + power.diagonal().sum().log()) / 2**squarings
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()
             return value
 
-        optimizer.step(objective)  # type: ignore[arg-type]
+        optimizer.step(objective)
     found = point.detach()
     return found if bool(found.isfinite().all()) else start

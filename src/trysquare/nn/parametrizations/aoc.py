@@ -8,10 +8,16 @@ missing tap reach the same kernels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trysquare.naming import shown
+from trysquare.nn.geometry import ConvGeometry
 from trysquare.nn.linalg.projectors import peel
 from trysquare.nn.parametrizations.assignment import search_free_tensors
 from trysquare.nn.parametrizations.composed import Composed
@@ -27,7 +33,31 @@ class AOC(Composed):
     Free tensors: ``matrix`` of shape ``geometry.matrix_shape`` and ``frames`` of shape
     ``geometry.frames_shape``, all groups in one batch. How the kernel is built of them is what ``Composed`` does if
     nothing else is said; here is how they are found for a given kernel.
+
+    Args:
+        geometry: numbers of the layer.
+        orthogonalizer_name: how the matrix is made orthonormal.
+        axis_order: in which order projectors grow the axes, next to the matrix first: all axes, each once. Projectors
+            do not commute, so that kernels of another order are others, of equal number; orthogonium has the last axis
+            first in layers without stride that change channels.
+        factory: device and dtype.
     """
+
+    options: ClassVar[tuple[str, ...]] = ("axis_order",)
+
+    def __init__(
+        self,
+        geometry: ConvGeometry,
+        orthogonalizer_name: str,
+        axis_order: Sequence[int] | None = None,
+        **factory: Any,
+    ) -> None:
+        if axis_order is not None:
+            order, axes = axis_order, range(geometry.dims)
+            if not isinstance(order, Sequence) or any(type(a) is not int for a in order) or sorted(order) != [*axes]:
+                raise ValueError(f"axis_order={shown(order)} must be the axes {tuple(axes)} in some order")
+            geometry = replace(geometry, axis_order=tuple(order))
+        super().__init__(geometry, orthogonalizer_name, **factory)
 
     @property
     def solves(self) -> bool:

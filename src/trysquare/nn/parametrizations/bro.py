@@ -10,7 +10,7 @@ two reflections, one for each factor. (Matrices of determinant -1 are out of rea
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from trysquare.nn.geometry import ConvGeometry
 from trysquare.nn.linalg.orthonormal import orthonormal_rows, random_orthonormal, recondition
 from trysquare.nn.parametrizations.aoc import AOC
+from trysquare.nn.parametrizations.base import Factory
 
 
 def reflect(matrix: Tensor, rows: Tensor) -> Tensor:
@@ -36,7 +37,7 @@ class BRO(AOC):
     uses_orthogonalizer: ClassVar[bool] = False
 
     def __init__(
-        self, geometry: ConvGeometry, orthogonalizer_name: str, rank: int | None = None, **factory: Any
+        self, geometry: ConvGeometry, orthogonalizer_name: str, rank: int | None = None, **factory: Unpack[Factory]
     ) -> None:
         self._size = max(geometry.matrix_shape[1:])
         self.rank = self._size // 2 if rank is None else rank
@@ -82,5 +83,4 @@ class BRO(AOC):
         return [random_orthonormal(*self._reflectors_shape)]
 
     def describe_inner(self) -> str:
-        """Numbers of the inner kernel."""
         return f"2 block reflectors of rank {self.rank}, {super().describe_inner()}"

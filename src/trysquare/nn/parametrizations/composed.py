@@ -7,23 +7,23 @@ tap, unless a method says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trysquare.nn.geometry import ConvGeometry
-from trysquare.nn.linalg.orthogonalize import orthogonalizer
 from trysquare.nn.linalg.orthonormal import orthonormal_rows, random_orthonormal, recondition
 from trysquare.nn.linalg.projectors import grow
-from trysquare.nn.parametrizations.base import Parametrization
+from trysquare.nn.parametrizations.base import Factory
+from trysquare.nn.parametrizations.method import KernelMethod
 from trysquare.nn.parametrizations.projection import refuse_kernel
 
 
-class Composed(Parametrization):
+class Composed(KernelMethod):
     """Orthogonal kernel ``(out, in / groups, *k)``: an orthonormal matrix over ``reach`` taps, then an inner kernel.
 
     Free tensors: those of the matrix (``matrix_shapes``), then those of the inner kernel (``inner_shapes``), all groups
@@ -35,11 +35,8 @@ class Composed(Parametrization):
     # matrix enough.
     brings_matrix: ClassVar[bool] = False
 
-    def __init__(self, geometry: ConvGeometry, orthogonalizer_name: str, **factory: Any) -> None:
-        super().__init__(**factory)
-        self.geometry = geometry
-        self.orthogonalizer = orthogonalizer_name
-        self._orthogonalizer = orthogonalizer(orthogonalizer_name)
+    def __init__(self, geometry: ConvGeometry, orthogonalizer_name: str, **factory: Unpack[Factory]) -> None:
+        super().__init__(geometry, orthogonalizer_name, **factory)
         self._matrix_count = len(self.matrix_shapes)
 
     @property
@@ -60,11 +57,6 @@ class Composed(Parametrization):
         """Those of the matrix, then those of the inner kernel."""
         return self.matrix_shapes + self.inner_shapes
 
-    @property
-    def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the kernel."""
-        return self.geometry.weight_shape
-
     def draw(self) -> list[Tensor]:
         """Uniformly distributed matrix, and what the inner kernel starts from."""
         matrices = [self._orthogonalizer.draw(*shape) for shape in self.matrix_shapes]
@@ -79,11 +71,6 @@ class Composed(Parametrization):
         count = self._matrix_count
         matrix = self.matrix(*free[:count]) if count else self._selection(free[0])
         return self._to_torch(self.composed(self._split_taps(matrix), *free[count:]))
-
-    @property
-    def alike(self) -> Hashable:
-        """Method, geometry and orthogonalizer: layers that have these in common are groups of one larger layer."""
-        return type(self), self.geometry, self.orthogonalizer
 
     def build_together(self, *free: Tensor) -> Tensor:
         """The kernels, built as groups of one: of matrices ``(count, g, n, m)`` and frames ``(count, p, g, h, c)``."""
@@ -167,7 +154,6 @@ class Composed(Parametrization):
         refuse_kernel(weight, self.geometry)
 
     def extra_repr(self) -> str:
-        """Numbers of the construction."""
         geometry = self.geometry
         kind = "square" if geometry.square else "rows" if geometry.row_orthogonal else "columns"
         return (
@@ -176,5 +162,4 @@ class Composed(Parametrization):
         )
 
     def describe_inner(self) -> str:
-        """Numbers of the inner kernel."""
         return f"{len(self.geometry.frame_axes)} projectors of rank {self.geometry.frame_rank}"

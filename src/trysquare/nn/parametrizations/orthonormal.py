@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from trysquare.nn.linalg.orthogonalize import orthogonalizer
-from trysquare.nn.parametrizations.base import Parametrization
+from trysquare.nn.parametrizations.base import Factory, Parametrization
 from trysquare.nn.parametrizations.projection import refuse_singular_values
 
 
 class OrthonormalMatrix(Parametrization):
     """``(..., out, in)`` with orthonormal rows if ``out <= in``, orthonormal columns otherwise."""
 
-    def __init__(self, shape: tuple[int, ...], orthogonalizer_name: str, **factory: Any) -> None:
+    def __init__(self, shape: tuple[int, ...], orthogonalizer_name: str, **factory: Unpack[Factory]) -> None:
         super().__init__(**factory)
         self.shape = shape
         self.orthogonalizer = orthogonalizer_name
         self._orthogonalizer = orthogonalizer(orthogonalizer_name)
+
+    @property
+    def is_orthogonal(self) -> bool:
+        return True
 
     @property
     def free_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -67,5 +71,4 @@ class OrthonormalMatrix(Parametrization):
         return [self._orthogonalizer.free(weight)]
 
     def extra_repr(self) -> str:
-        """Shape and orthogonalizer."""
         return f"{'x'.join(map(str, self.shape))}, orthogonalizer={self.orthogonalizer}"

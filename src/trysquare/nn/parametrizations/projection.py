@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch import Tensor
 from trysquare.nn.geometry import ConvGeometry
 from trysquare.nn.linalg.precision import at_least_float32, full_precision
 from trysquare.nn.linalg.spectrum import circular_singular_values
+
+if TYPE_CHECKING:  # which imports this module
+    from trysquare.nn.parametrizations.base import Parametrization
 
 # Singular values that are further from where they must be are no rounding.
 _OFF = 0.01
@@ -59,7 +62,7 @@ def refuse_kernel(weight: Tensor, geometry: ConvGeometry, contraction: bool = Fa
         refuse_singular_values(values, f"this kernel {kind} on a map of {sizes} at {numbers}", contraction)
 
 
-def finite_weight(weight: Any, shape: Sequence[int]) -> Tensor:
+def finite_weight(weight: object, shape: Sequence[int]) -> Tensor:
     """``weight`` without its history, if it is a finite tensor of this shape.
 
     Raises:
@@ -75,7 +78,7 @@ def finite_weight(weight: Any, shape: Sequence[int]) -> Tensor:
 
 
 def nearest_free_tensors(
-    weight: Tensor, parametrization: Any, present: Sequence[Tensor], starts: int, steps: int
+    weight: Tensor, parametrization: Parametrization, present: Sequence[Tensor], starts: int, steps: int
 ) -> tuple[list[Tensor], float]:
     """Free tensors whose weight is near ``weight``, and how far it is, relative to the norm of ``weight``.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from itertools import accumulate, islice, zip_longest
 from math import factorial, fsum, gcd, prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from trysquare.nn.geometry import ConvGeometry, Sizes, positive
 from trysquare.nn.linalg.kernels import adjoint, compose, polynomial_kernel
 from trysquare.nn.linalg.norms import kernel_norm_bound
 from trysquare.nn.linalg.precision import at_least_float32, protected
-from trysquare.nn.parametrizations.base import WeightCache, gathered
+from trysquare.nn.parametrizations.base import Factory, WeightCache, gathered
 from trysquare.nn.parametrizations.composed import Composed
 
 _TOLERANCE = 1e-6
@@ -100,7 +100,7 @@ class SOC(Composed):
         orthogonalizer_name: str,
         terms: int | None = None,
         norm: float = 1.0,
-        **factory: Any,
+        **factory: Unpack[Factory],
     ) -> None:
         if geometry.parsimonious:
             raise ValueError("method='soc' has no parsimonious variant: its stride is that of the RKO matrix")
@@ -232,7 +232,6 @@ class SOC(Composed):
         return list(free)
 
     def describe_inner(self) -> str:
-        """Numbers of the inner kernel."""
         return (
             f"exponential of a skew kernel {self.skew_size} to {self.terms} terms (error < {self.truncation_error:.1e})"
         )

@@ -19,7 +19,7 @@ from trysquare.nn.linalg.operator import Axis, LinearOperator
 from trysquare.nn.parametrizations.base import ParametrizedWeight
 from trysquare.verify.auditing.report import LayerAudit
 from trysquare.verify.lipschitz import Analysis, input_like, lipschitz_lower_bound
-from trysquare.verify.lipschitz.graph import Frame, Node, class_name
+from trysquare.verify.lipschitz.graph import Frame, Node, Value, class_name
 from trysquare.verify.lipschitz.rules import RULES, batch_norm_scales
 from trysquare.verify.operators import read_layer, reads
 from trysquare.verify.spectrum import lanczos_extremes, norm_range, singular_values, spectrum_flops
@@ -110,8 +110,8 @@ def _module_step(found: Analysis, frame: Frame, nodes: list[Node], depth: int) -
 
 
 def _step(
-    found: Analysis, name: str, module: Any, kind: str, nodes: list[Node], values: Any, shape: Any, bound: float,
-    depth: int,
+    found: Analysis, name: str, module: nn.Module | None, kind: str, nodes: list[Node], values: list[Value],
+    shape: torch.Size, bound: float, depth: int,
 ) -> _Step:  # fmt: skip
     inputs = [found.walk.bound([value.labels]) for value in values]
     largest = max((b for b in inputs if 0 < b < math.inf), default=1.0)
@@ -130,7 +130,7 @@ def _is_block(module: nn.Module) -> bool:
     return type(module).__module__.startswith("trysquare.nn.layers")
 
 
-def _owner(number: int, node: Node, outer: set[int]) -> Any:
+def _owner(number: int, node: Node, outer: set[int]) -> Frame | int:
     """What calls have in common that make one row: the call of a module of torch or ours that calls no other."""
     frame = _path(node)[-1] if node.path else None
     library = frame is not None and type(frame.module).__module__.split(".")[0] in ("torch", "trysquare")
@@ -225,7 +225,7 @@ def _times(sizes: Sequence[int]) -> str:
 
 
 def _why_ours(step: _Step) -> str:
-    layer: Any = step.module
+    layer = step.module
     above = f"{step.constant - 1:.1e}"
     if not (isinstance(layer, ParametrizedWeight) and parametrize.is_parametrized(layer, "weight")):
         return f"its rule gives {step.constant:.4g}"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trysquare.naming import shown
 from trysquare.nn.geometry import flag, per_axis
-from trysquare.nn.linalg.precision import autocast_dtype
+from trysquare.nn.linalg.precision import coarsest_dtype
+from trysquare.verify.contexts import own_tensors, users_device
 from trysquare.verify.lipschitz import ours as ours  # registers the rules of our blocks
 from trysquare.verify.lipschitz.blocks import constant_factor
 from trysquare.verify.lipschitz.checks import input_like, refuse_unreadable, require_module, unchanged
 from trysquare.verify.lipschitz.evaluate import ExactEvaluation
-from trysquare.verify.lipschitz.graph import Calls, Graph, Node, NoRuleError, Shape, Value, class_name
+from trysquare.verify.lipschitz.graph import Calls, Graph, Inputs, Node, NoRuleError, Shape, Shapes, Value, class_name
 from trysquare.verify.lipschitz.leaves import is_leaf, rule
 from trysquare.verify.lipschitz.lower import lipschitz_lower_bound
-from trysquare.verify.lipschitz.record import same_numbers
+from trysquare.verify.lipschitz.record import Step, same_numbers
 from trysquare.verify.lipschitz.trace import TakesTokens, Tracer
 from trysquare.verify.lipschitz.walk import Walk
 
@@ -140,6 +141,7 @@ class Analysis:
         return self.walk.rounded_up(self.walk.bound([self.head.args[name].labels]))
 
 
+@own_tensors()
 @torch.no_grad()
 def analyse(model: nn.Module, input_shape: InputShape, *, batch: int = BATCH, compare: bool = True) -> Analysis:
     """Trace a network and bound all that it computes; see ``lipschitz_bound``.
@@ -204,7 +206,7 @@ def _refuse_other_sizes(model: nn.Module, found: Analysis, graph: Graph) -> None
     Raises:
         NoRuleError: if not.
     """
-    if len(graph.nodes) == len(found.graph.nodes) and all(map(_same_call, graph.nodes, found.graph.nodes)):
+    if _are_same(graph.nodes, found.graph.nodes):
         return
     other = _bounded(model, graph)[0]
     if not math.isclose(other, found.bound, rel_tol=1e-6):
@@ -214,16 +216,36 @@ def _refuse_other_sizes(model: nn.Module, found: Analysis, graph: Graph) -> None
         )
 
 
-def _same_call(one: Node, two: Node) -> bool:
-    """Whether two calls differ in nothing but the values that they are given."""
+@own_tensors()
+@torch.no_grad()
+def refuse_changed(model: nn.Module, found: Analysis, input_shape: InputShape) -> None:
+    """See that a model still makes the very calls that were bounded, with the same constants.
 
-    def same(a: Any, b: Any) -> bool:
+    Raises:
+        NoRuleError: if not.
+    """
+    with unchanged(model):
+        graph = _traced(model, checked_shapes(input_shape), input_like(model), found.graph.batch)
+    if not _are_same(graph.steps, found.graph.steps):
+        raise NoRuleError(
+            f"{class_name(model)} was changed while the data was read: what it computes at the end is not what was "
+            "bounded; let nothing train it, or move its statistics, meanwhile"
+        )
+
+
+def _are_same(calls: Sequence[Node | Step], others: Sequence[Node | Step]) -> bool:
+    """Whether calls are the same, with the same constants."""
+
+    def same(a: object, b: object) -> bool:
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             return same_numbers(a, b)
         return type(a) is type(b) and (isinstance(a, Value) or a is b or bool(a == b))
 
-    left, right = tree_leaves(one.args), tree_leaves(two.args)
-    return one.op == two.op and len(left) == len(right) and all(map(same, left, right))
+    def parts(call: Node | Step) -> list[object]:
+        return [call.op, *tree_leaves((call.args, call.kwargs if isinstance(call, Step) else {}))]
+
+    pairs = zip(map(parts, calls), map(parts, others), strict=False)
+    return len(calls) == len(others) and all(len(a) == len(b) and all(map(same, a, b)) for a, b in pairs)
 
 
 def _weights_of_samples(model: nn.Module, walk: Walk, graph: Graph) -> tuple[list[Tensor], dict[int, float]]:
@@ -257,7 +279,7 @@ def _is_input(labels: Tensor, graph: Graph) -> bool:
     return bool(((labels != 0) & (labels.abs() <= end)).any())
 
 
-def checked_shapes(input_shape: InputShape) -> list[Shape] | dict[str, Shape]:
+def checked_shapes(input_shape: InputShape) -> Shapes:
     """Shapes of all inputs, by position or by name.
 
     Raises:
@@ -272,7 +294,7 @@ def checked_shapes(input_shape: InputShape) -> list[Shape] | dict[str, Shape]:
     return [_checked_shape(input_shape, input_shape)]
 
 
-def _checked_shape(shape: Any, given: Any) -> Shape:
+def _checked_shape(shape: object, given: object) -> Shape:
     sizes = tuple(shape) if isinstance(shape, list | tuple) else ()
     if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
         raise ValueError(
@@ -287,14 +309,22 @@ def _checked_shape(shape: Any, given: Any) -> Shape:
     return sizes
 
 
-def _traced(model: nn.Module, shapes: Any, like: Tensor, batch: int) -> Graph:
+def _traced(model: nn.Module, shapes: Shapes, like: Tensor, batch: int) -> Graph:
     try:
         return Tracer(model, is_leaf).trace(_inputs(shapes, like, batch), tokens=False)
-    except TakesTokens:
-        return Tracer(model, is_leaf).trace(_inputs(shapes, like, batch, words=1), tokens=True)
+    except TakesTokens as found:
+        try:
+            return Tracer(model, is_leaf).trace(_inputs(shapes, like, batch, words=1), tokens=True)
+        except ValueError as error:
+            if isinstance(error, NoRuleError) or not str(found):
+                raise
+            raise NoRuleError(
+                f"an embedding takes tokens, not values that were computed ({found}): it jumps from one to the next, "
+                "and has a Lipschitz constant only as the first layer"
+            ) from error
 
 
-def _inputs(shapes: Any, like: Tensor, batch: int, words: int | None = None) -> Any:
+def _inputs(shapes: Shapes, like: Tensor, batch: int, words: int | None = None) -> Inputs:
     """Normal noise, the same each time; or tokens below a number of words."""
     generator = torch.Generator().manual_seed(0)
 
@@ -306,13 +336,13 @@ def _inputs(shapes: Any, like: Tensor, batch: int, words: int | None = None) -> 
     return {name: made(s) for name, s in shapes.items()} if isinstance(shapes, dict) else [made(s) for s in shapes]
 
 
-def random_inputs(graph: Graph, shapes: Any, like: Tensor, batch: int) -> Any:
+def random_inputs(graph: Graph, shapes: Shapes, like: Tensor, batch: int) -> Inputs:
     """Normal noise, the same each time; tokens if that is what the model takes."""
     words = min((len(node.args["weight"]) for node in graph.nodes if node.op == "embedding"), default=1)
     return _inputs(shapes, like, batch, words if graph.tokens else None)
 
 
-def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> None:
+def _compare(model: nn.Module, found: Analysis, shapes: Shapes, like: Tensor) -> None:
     """See that the model does with numbers, and batches of other sizes, what was traced.
 
     Raises:
@@ -321,30 +351,36 @@ def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> No
     batch = found.graph.batch
     inputs = random_inputs(found.graph, shapes, like, batch + 1)
 
-    def each(change: Any) -> Any:
+    def each(change: Callable[[Tensor], Tensor]) -> Inputs:
         return {n: change(v) for n, v in inputs.items()} if isinstance(inputs, dict) else [change(v) for v in inputs]
+
+    def graded_inputs(wanted: bool) -> Inputs:
+        return each(lambda v: v.detach().requires_grad_(wanted and v.is_floating_point()))
 
     exact_model = ExactEvaluation(found.graph, found.gains)
     followed, error = exact_model(each(lambda v: v[:batch]))
-    short = max((like.dtype, autocast_dtype(like) or like.dtype), key=lambda dtype: torch.finfo(dtype).eps)
+    short = coarsest_dtype(like)
     rounding = exact_model.in_short(error, short)
 
-    def called(values: Any) -> list[Tensor]:
+    def called(values: Inputs) -> list[Tensor]:
         values = tree_map(torch.clone, values)  # the model may write into its inputs
         try:
-            result = model(**values) if isinstance(values, dict) else model(*values)
+            with users_device():
+                result = model(**values) if isinstance(values, dict) else model(*values)
         except Exception as error:
             raise ValueError(f"{class_name(model)} fails on a batch that it was not traced with: {error}") from error
         return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
     with torch.no_grad():
         plain, flipped, alone = called(inputs), called(each(lambda v: v.flip(0))), called(each(lambda v: v[:1]))
-    with torch.enable_grad(), warnings.catch_warnings():  # what an attack computes
-        warnings.simplefilter("ignore")  # compilers look at the gradients of inputs that are no leaves
-        try:
-            graded = called(each(lambda v: v.detach().requires_grad_(v.is_floating_point())))
-        except ValueError:  # it writes where autograd does not let it, so that no attack can ask for these gradients
-            graded = called(inputs)
+    graded = plain
+    for wanted in (True, False):
+        with torch.enable_grad(), warnings.catch_warnings():  # what an attack computes
+            warnings.simplefilter("ignore")  # compilers look at the gradients of inputs that are no leaves
+            # It may write where autograd does not let it, so that no attack can ask for these gradients.
+            with suppress(ValueError):
+                graded = called(graded_inputs(wanted))
+                break
     exact = [leaf for leaf in tree_leaves(followed) if isinstance(leaf, Tensor)]
     reason = (
         f"{class_name(model)} returns other values when it runs than when it is followed; it must not depend on "
@@ -367,7 +403,7 @@ def refuse_difference(
     The tolerance is some times the root of the dtype's precision, and what its rounding errors can come to in this
     network. It need not be sharp: what it looks for is another function.
     """
-    same = len(found) == len(expected)
+    same, overflows = len(found) == len(expected), False
     for one, two in zip(found, expected, strict=False):
         if one.shape != two.shape:
             same = False
@@ -380,7 +416,9 @@ def refuse_difference(
         size = float(finite.max()) if finite.numel() else 0.0
         if not math.isfinite(rounding):
             rounding = 0.0
+        overflows = overflows or bool((~a.isfinite() & b.isfinite()).any())
         tolerance = 8 * (torch.finfo(shorter).eps ** 0.5 * size + torch.finfo(shorter).tiny) + rounding
         same = same and torch.allclose(a, b, rtol=0, atol=tolerance, equal_nan=True)
     if not same:
-        raise NoRuleError(reason)
+        short = str(dtype).removeprefix("torch.")
+        raise NoRuleError(f"its values overflow in {short}, and are finite in float64" if overflows else reason)

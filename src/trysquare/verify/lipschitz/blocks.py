@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -316,7 +315,7 @@ def constant_factor(node: Node) -> Tensor | None:
     a, b = node.args["self"], node.args["other"]
     if node.op in ("add", "sub", "rsub"):
         plain, sign = ("other" if node.op == "rsub" else "self"), (1.0 if node.op == "add" else -1.0)
-        number: Any = 1.0 if isinstance(node.args[plain], Value) else sign * node.args.get("alpha", 1)
+        number: Tensor | float = 1.0 if isinstance(node.args[plain], Value) else sign * node.args.get("alpha", 1)
         readings = signed_readings(number, node.dtype)
     elif node.op == "mul":
         readings = signed_readings(b if isinstance(a, Value) else a, node.dtype)

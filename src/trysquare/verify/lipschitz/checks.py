@@ -58,7 +58,7 @@ def require_dense(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name}: found a tensor on the meta device, which holds no numbers; give one that does")
 
 
-def require_module(model: Any) -> None:
+def require_module(model: object) -> None:
     """Refuse what is no module.
 
     Raises:
@@ -152,5 +152,5 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         np.random.set_state(chance[2])
 
 
-def _is_container(value: Any) -> bool:
+def _is_container(value: object) -> bool:
     return type(value) in (list, dict, set)

@@ -17,9 +17,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
+    from trysquare.nn.linalg.bounds import SingularValueRange
     from trysquare.verify.lipschitz.record import Step
 
 Shape = tuple[int, ...]
+Shapes = list[Shape] | dict[str, Shape]
+"""Shapes of the inputs of a model, without the batch, by position or by name."""
+Inputs = list[Tensor] | dict[str, Tensor]
+"""What a model is called with, by position or by name."""
+Arguments = dict[str, Any]
+"""Arguments of a call by name: numbers, dtypes, lists, ``None``, tensors, and ``Value`` in the place of some."""
 
 
 class NoRuleError(ValueError):
@@ -65,6 +72,7 @@ class Node:
         inner: what a leaf computes inside.
         inner_labels: of what it returned there.
         changes: bounds of the arguments whose changes add up, by their ``id``: how the sum is best shared out.
+        apart: whether these arguments read different inputs of the network.
         constants: of a leaf, one for each input, once they are known.
         norms: certified norms that are known already, by what the outputs are weighted with.
         range: of the singular values of a convolution, if that was met on the way.
@@ -72,7 +80,7 @@ class Node:
     """
 
     op: str
-    args: dict[str, Any]
+    args: Arguments
     outputs: list[tuple[int, Shape]]
     floating: list[bool]
     dtype: torch.dtype
@@ -81,10 +89,11 @@ class Node:
     inner: list[Node] = field(default_factory=list)
     inner_labels: list[Tensor] = field(default_factory=list)
     changes: dict[int, float] = field(default_factory=dict)
+    apart: bool = False
     constants: list[float] | None = None
     moves: bool = False
     norms: dict[bytes, Any] = field(default_factory=dict)
-    range: Any = None
+    range: SingularValueRange | None = None
 
     @property
     def module(self) -> nn.Module | None:

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from trysquare.verify.lipschitz.graph import Node, NoRuleError, Value, class_name
+from trysquare.nn.linalg.precision import coarsest_dtype
+from trysquare.verify.lipschitz.graph import Node, NoRuleError, Shape, Value, class_name
 from trysquare.verify.lipschitz.rules import Weights, _shares, scaled
 from trysquare.verify.lipschitz.trace import calls_are_torchs_own
 from trysquare.verify.operators import as_defined, has_hooks, remember
@@ -120,7 +121,7 @@ def _asked(node: Node) -> list[float]:
 
 
 @torch.no_grad()
-def _refuse_steeper(module: nn.Module, shapes: list[Any], constants: list[float], dtype: torch.dtype) -> None:
+def _refuse_steeper(module: nn.Module, shapes: list[Shape], constants: list[float], dtype: torch.dtype) -> None:
     """Refuse a block of ours that a few random inputs show not to be what its theorem is about.
 
     ``as_defined`` compares its methods; somebody may have changed what these call.
@@ -134,7 +135,7 @@ def _refuse_steeper(module: nn.Module, shapes: list[Any], constants: list[float]
         change = (values[_PAIRS:] - values[:_PAIRS]).norm(dim=1)
         moved = [(p[_PAIRS:] - p[:_PAIRS]).double().flatten(1).norm(dim=1) for p in pairs]
         allowed = sum(c * m for c, m in zip(constants, moved, strict=True))
-        rounding = 64 * torch.finfo(dtype).eps * (values.norm(dim=1)[:_PAIRS] + 1)
+        rounding = 64 * torch.finfo(coarsest_dtype(points[0])).eps * (values.norm(dim=1)[:_PAIRS] + 1)
         if bool((change > 1.01 * allowed + rounding).any()):
             raise NoRuleError("it computes something else than its class does: a function that it calls was replaced")
 

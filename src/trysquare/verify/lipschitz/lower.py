@@ -13,6 +13,7 @@ from trysquare.naming import shown
 from trysquare.nn.export import with_fixed_weights
 from trysquare.nn.geometry import number, per_axis
 from trysquare.progress import track
+from trysquare.verify.contexts import own_tensors, users_device
 from trysquare.verify.lipschitz.checks import require_dense, require_plain_module
 
 # Half the distance of the two points whose images confirm a slope, in multiples of the norm of the input plus 1: the
@@ -22,6 +23,7 @@ _DISTANCES = (1e-6, 1e-3)
 _ROUNDINGS = 64
 
 
+@own_tensors()
 def lipschitz_lower_bound(
     model: nn.Module,
     inputs: Tensor,
@@ -150,7 +152,8 @@ def _secant(model: nn.Module, x: Tensor, direction: Tensor, distance: float) -> 
     """``|f(a) - f(b)| / |a - b|`` across each input, less what the difference can owe to rounding."""
     move = _unit(direction) * distance * (_norms(x) + 1)
     a, b = x + move, x - move
-    images = [model(point).flatten(1) for point in (a, b)]
+    with users_device():
+        images = [model(point).flatten(1) for point in (a, b)]
     rounding = _ROUNDINGS * torch.finfo(x.dtype).eps * sum(_norms(image) for image in images)
     change = (_norms(images[0] - images[1]) - rounding).clamp_min(0)
     return change.view(_norms(x).shape) / _norms(a - b)
@@ -167,7 +170,8 @@ class _Jacobian:
     def __init__(self, model: nn.Module, x: Tensor) -> None:
         with torch.enable_grad():
             self.x = x.detach().clone().requires_grad_()
-            self.output = model(self.x)
+            with users_device():
+                self.output = model(self.x)
             if not isinstance(self.output, Tensor):
                 raise ValueError(f"the model must return one tensor, not {type(self.output).__name__}")
             if not self.output.is_floating_point():

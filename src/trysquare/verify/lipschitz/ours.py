@@ -8,12 +8,14 @@ certified bound of what they are. What is added here is whether a layer may be t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
 from trysquare.nn.layers.activations import MONOTONE, with_slopes_in_unit_interval
+from trysquare.nn.layers.conv import OrthogonalConvolution
+from trysquare.nn.linalg.operator import LipschitzLayer
+from trysquare.nn.linalg.precision import coarsest_dtype
 from trysquare.torch_internals import hooks_of
 from trysquare.verify.lipschitz.checks import input_like
 from trysquare.verify.lipschitz.graph import NoRuleError, Shape
@@ -27,7 +29,7 @@ def _sets_no_weight(layer: nn.Module) -> bool:
     return not hooks_of(layer)[0]
 
 
-def block(layer: Any, shape: Shape) -> float:
+def block(layer: LipschitzLayer, shape: Shape) -> float:
     """The constant that the layer gives itself, if the activation in it is what its theorem is about."""
     if isinstance(inner := getattr(layer, "activation", None), nn.Module):
         activation = with_slopes_in_unit_interval(inner)
@@ -48,20 +50,20 @@ def linear_layer(layer: nn.Module, shape: Shape) -> float:
     layer_input = x.to(input_like(layer))
     with torch.no_grad():
         found = layer(layer_input).double().cpu()
-        bias: Any = layer.bias
+        bias = getattr(layer, "bias", None)
         shift = 0.0 if bias is None else bias.detach().double().cpu().view(-1, *(1,) * len(operator.axes))
     expected = operator.transpose(x) if operator.transposed else operator.apply(x)
     if operator.transposed:
         # The crop of a circular layer only turns the circle that its operator is about.
         found, expected = ((t - s).abs().flatten().sort().values for t, s in ((found, shift), (expected, 0.0)))
         shift = 0.0
-    tolerance = 8 * torch.finfo(layer_input.dtype).eps ** 0.5 * (float(expected.abs().max()) + 1)
+    tolerance = 8 * torch.finfo(coarsest_dtype(layer_input)).eps ** 0.5 * (float(expected.abs().max()) + 1)
     if not torch.allclose(found, expected + shift, rtol=0, atol=tolerance):
         raise NoRuleError("it computes something else than its weight and its numbers say; make a new layer instead")
     return norm_range(operator, lowest=False)[1]
 
 
-def _makes_several_calls(layer: Any) -> bool:
+def _makes_several_calls(layer: OrthogonalConvolution) -> bool:
     """Whether a pass makes several calls, which add up to less than each of them could be."""
     return not layer.is_one_call
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,18 +123,18 @@ def _as_centering(node: Node, calls: Calls) -> Node:
     return replace(node, op="centering", args={"self": value, "dim": axes}, inner=[made, node], inner_labels=[labels])
 
 
-def _alike(first: Any, second: Any, shape: Iterable[int]) -> bool:
+def _alike(first: Value | Tensor | float, second: Value | Tensor | float, shape: Iterable[int]) -> bool:
     """Whether two arguments are the same numbers."""
-    if isinstance(first, Value) != isinstance(second, Value):
-        return False
     size = tuple(shape)
-    if isinstance(first, Value):
+    if isinstance(first, Value) and isinstance(second, Value):
         # The first label already tells most pairs apart.
         one, two = (value.labels.expand(size) for value in (first, second))
         return torch.equal(one.flatten()[:1], two.flatten()[:1]) and torch.equal(one, two) and bool((one != 0).all())
+    if isinstance(first, Value) or isinstance(second, Value):
+        return False
     one, two = (_as_tensor(value).expand(size) for value in (first, second))
     return torch.equal(one, two)
 
 
-def _as_tensor(value: Any) -> Tensor:
+def _as_tensor(value: Tensor | float) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64)

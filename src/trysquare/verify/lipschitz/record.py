@@ -11,9 +11,10 @@ from __future__ import annotations
 import linecache
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,23 +23,25 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trysquare import torch_internals
 from trysquare.nn.linalg.precision import at_least_float32
-from trysquare.verify.lipschitz.graph import Frame, Graph, Node, NoRuleError, Shape, Value
+from trysquare.torch_internals import Args, Kwargs, Operator
+from trysquare.verify.lipschitz.graph import Arguments, Frame, Graph, Node, NoRuleError, Shape, Value
 
 # Calls that move numbers, leave some out, repeat them or put constants beside them, and compute nothing.
 MOVES = frozenset(
     """
     alias as_strided channel_shuffle clone cat constant_pad_nd contiguous copy detach diag_embed diagonal
-    diagonal_scatter expand fill flip gather im2col index index_put index_select lift_fresh masked_fill masked_scatter
-    masked_select narrow permute pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d reflection_pad3d repeat
-    replication_pad1d replication_pad2d replication_pad3d roll rot90 scatter select select_scatter slice slice_scatter
-    split split_with_sizes squeeze stack t take transpose tril triu unbind unfold unsafe_split unsqueeze
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d view where zero neg _to_copy _unsafe_index _unsafe_view
-    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d _reshape_alias
+    diagonal_scatter expand fill flip gather im2col index index_fill index_put index_select lift_fresh masked_fill
+    masked_scatter masked_select narrow permute pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d
+    reflection_pad3d repeat replication_pad1d replication_pad2d replication_pad3d roll rot90 scatter select
+    select_scatter slice slice_scatter split split_with_sizes squeeze stack t take transpose tril triu unbind
+    unfold unsafe_split unsqueeze upsample_nearest1d upsample_nearest2d upsample_nearest3d view where zero neg
+    _to_copy _unsafe_index _unsafe_view _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d _reshape_alias
     """.split()
 )
 _SAME = frozenset(["alias", "as_strided", "clone", "contiguous", "detach", "lift_fresh"])
 _RESHAPE = frozenset(["view", "_unsafe_view", "_reshape_alias"])
-_NOT_NUMBERS = frozenset(["index", "indices", "mask", "condition"])
+NOT_NUMBERS = frozenset(["index", "indices", "mask", "condition"])
 _DROPPED = frozenset(["dtype", "device", "layout", "pin_memory", "memory_format", "non_blocking"])
 # Calls that make a constant with the shape or dtype of a value.
 _FACTS = frozenset("empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros".split())
@@ -57,13 +60,17 @@ class Slot:
     number: int
 
 
+Change = Callable[[str, Any], object]
+"""What to put in the place of a leaf of an argument, from the name of the argument and the leaf."""
+
+
 @dataclass(eq=False)
 class Step:
     """A call of ATen on values, without side effects.
 
     Attributes:
         op: its name without the overload; ``"leaf"`` where a module that has a rule returns its result.
-        func: the function of torch; ``None`` for a leaf, whose one argument is its result.
+        operator: the function of torch; ``None`` for a leaf, whose one argument is its result.
         args: arguments, with a ``Slot`` for each value, and constants as they were at the time of the call.
         kwargs: the same by name.
         dtype: of its first value.
@@ -72,30 +79,40 @@ class Step:
     """
 
     op: str
-    func: Any
-    args: Any
-    kwargs: Any
+    operator: Operator | None
+    args: Args
+    kwargs: Kwargs
     dtype: torch.dtype
     results: list[Slot] = field(default_factory=list)
     node: Node | None = None
+
+    @property
+    def func(self) -> Operator:
+        """The function of torch, of a step that is no leaf."""
+        assert self.operator is not None
+        return self.operator
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the arguments of the function."""
+        return [argument.name for argument in self.func._schema.arguments]
 
     @property
     def slots(self) -> list[Slot]:
         """The values that it takes."""
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Slot)]
 
-    def arguments(self, change: Callable[[str, Any], Any]) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, change: Change) -> tuple[list[Any], Kwargs]:
         """Arguments with each leaf changed, given its name."""
-        names = [argument.name for argument in self.func._schema.arguments]
-        args = [tree_map(lambda leaf, n=n: change(n, leaf), arg) for n, arg in zip(names, self.args, strict=False)]
+        args = [tree_map(lambda leaf, n=n: change(n, leaf), arg) for n, arg in zip(self.names, self.args, strict=False)]
         return args, {n: tree_map(lambda leaf, n=n: change(n, leaf), arg) for n, arg in self.kwargs.items()}
 
-    def named(self, change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    def named(self, change: Change) -> Arguments:
         """The same, all of them by name."""
         args, kwargs = self.arguments(change)
-        return dict(zip((argument.name for argument in self.func._schema.arguments), args, strict=False)) | kwargs
+        return dict(zip(self.names, args, strict=False)) | kwargs
 
-    def move(self, payload: Callable[[Any], Tensor], number: Callable[[float], float]) -> Any:
+    def move(self, payload: Callable[[Slot | Tensor], Tensor], number: Callable[[float], float]) -> object:
         """Carry out a call that moves numbers on something else in their place.
 
         Args:
@@ -103,8 +120,8 @@ class Step:
             number: what is in the place of a number that is written.
         """
 
-        def change(name: str, leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) and name in _NOT_NUMBERS:
+        def change(name: str, leaf: object) -> object:
+            if isinstance(leaf, Tensor) and name in NOT_NUMBERS:
                 return leaf.cpu()
             if isinstance(leaf, Tensor | Slot):
                 return payload(leaf)
@@ -142,16 +159,17 @@ class Recorded(Tensor):
         made = torch_internals.without_memory(cls, numbers)
         made.recorder, made.numbers, made.labels = recorder, numbers, labels
         made.slot, recorder.slots = Slot(recorder.slots), recorder.slots + 1
-        return made  # type: ignore[no-any-return]
+        return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         recorder = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Recorded)).recorder
         before, recorder.busy = recorder.busy, True
         try:
-            return recorder.call(func, tuple(args), kwargs or {})
+            with torch_internals.without_function_modes():
+                return recorder.call(func, tuple(args), kwargs or {})
         finally:
             recorder.busy = before
 
@@ -178,7 +196,7 @@ class Recorder:
         self.modules: dict[int, tuple[Value, Value]] = {}
         self.inputs: list[tuple[int, Shape]] = []
         self.slots, self.next_label = 0, 1
-        self._constants: dict[Any, Tensor] = {}
+        self._constants: dict[tuple[object, ...], Tensor] = {}
 
     def new_input(self, numbers: Tensor) -> Recorded:
         """A value that everything else is made from."""
@@ -187,13 +205,13 @@ class Recorder:
         labels = torch.arange(start, self.next_label, dtype=torch.float64).view(numbers.shape)
         return Recorded(self, numbers.clone(), labels)
 
-    def graph(self, result: Any, tokens: bool) -> Graph:
+    def graph(self, result: object, tokens: bool) -> Graph:
         """What was recorded, for what the model returned."""
         values = tree_map(lambda leaf: Value(leaf.labels) if isinstance(leaf, Recorded) else leaf, result)
         slots = tree_map(lambda leaf: leaf.slot if isinstance(leaf, Recorded) else leaf, result)
         return Graph(self.nodes, self.inputs, values, tokens, self.modules, self.steps, slots)
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def call(self, func: Operator, args: Args, kwargs: Kwargs) -> object:
         """Carry out a call on numbers and labels, and note it as a step."""
         op = name_of(func)
         args, kwargs = tree_map(self._as_now, (args, kwargs))
@@ -243,20 +261,25 @@ class Recorder:
 
     def _node(self, step: Step, values: list[Recorded], made: list[Tensor]) -> Node:
         """A call that computes."""
-        if not self.inside and step.op not in ("embedding", "where") and any(not v.is_floating_point() for v in values):
+        jumps = [v for v in values if not v.is_floating_point()]
+        if jumps and not self.inside and step.op not in ("embedding", "where"):
+            if any(v.dtype != torch.bool for v in jumps):
+                raise NoRuleError(
+                    f"{step.op} of integers that depend on the input ({user_line()}): they jump; tokens have a "
+                    "Lipschitz constant only where an embedding takes them as they are: compute them before the model"
+                )
             raise NoRuleError(
-                f"{step.op} of integers or conditions that depend on the input ({user_line()}): they jump. Tokens have "
-                "a Lipschitz constant only as what an embedding takes; whether the pieces of a function fit each other "
-                "where a condition changes cannot be told from rounded numbers: write it with torch.where of what is "
-                "compared, torch.maximum, torch.minimum or clamp, or register its constant with "
-                "@trysquare.lipschitz.rule"
+                f"{step.op} of conditions that depend on the input ({user_line()}): whether the pieces of a function "
+                "fit each other where a condition changes cannot be told from rounded numbers; write it with "
+                "torch.where of what is compared, torch.maximum, torch.minimum or clamp, or register its constant "
+                "with @trysquare.lipschitz.rule"
             )
         known = {value.slot: value.labels for value in values}
         # One ``Value`` for each argument, also where two of them are the same.
         named = step.named(lambda _, leaf: Value(known[leaf]) if isinstance(leaf, Slot) else leaf)
         return self._new_node(step.op, named, made)
 
-    def _new_node(self, op: str, args: dict[str, Any], made: list[Tensor]) -> Node:
+    def _new_node(self, op: str, args: Arguments, made: list[Tensor]) -> Node:
         outputs = []
         for part in made:
             outputs.append((self.next_label, tuple(part.shape)))
@@ -265,7 +288,7 @@ class Recorder:
         self.nodes.append(Node(op, args, outputs, floating, made[0].dtype, tuple(self.path), user_line()))
         return self.nodes[-1]
 
-    def _as_now(self, leaf: Any) -> Any:
+    def _as_now(self, leaf: object) -> object:
         """A constant as it is now, since it may be written to later; everything else as it is."""
         if not isinstance(leaf, Tensor) or isinstance(leaf, Recorded):
             return leaf
@@ -278,7 +301,7 @@ class Recorder:
             known = self._constants[key] = plain.clone()
         return known
 
-    def _check_results(self, op: str, func: Any, value: Recorded, made: list[Tensor]) -> None:
+    def _check_results(self, op: str, func: Operator, value: Recorded, made: list[Tensor]) -> None:
         if op == "view" and func._overloadname == "dtype":
             raise NoRuleError(f"it reads the same bits as other numbers ({user_line()}), which is not Lipschitz")
         if any(part.is_complex() for part in made) and not self.inside:
@@ -319,22 +342,24 @@ def _only_moves(step: Step, value: Tensor, made: Tensor) -> bool:
     """Whether a call moves numbers, and by constants alone.
 
     Raises:
-        NoRuleError: if what it moves depends on the input, or it adds numbers up on the way.
+        NoRuleError: if what it moves depends on the input, or it multiplies numbers on the way.
     """
     named = step.named(lambda _, leaf: leaf)
     if step.op == "where":
         return not isinstance(named["condition"], Slot)
     if step.op == "as_strided" and not (made.shape == value.shape and layout(made) == layout(value)):
         raise NoRuleError(f"as_strided reads memory by its address ({user_line()}), which has no rule; use views")
-    if "reduce" in step.func._overloadname or named.get("accumulate"):
-        raise NoRuleError(f"{step.op} that adds up has no rule ({user_line()})")
+    if "reduce" in step.func._overloadname:
+        raise NoRuleError(f"{step.op} with reduce= has no rule ({user_line()}); scatter_add and index_add have")
+    if named.get("accumulate"):
+        return False
     if any(isinstance(leaf, Slot) for name in ("index", "indices", "mask") for leaf in tree_leaves(named.get(name))):
         raise NoRuleError(f"an index or mask depends on the input ({step.op}, {user_line()}): what it selects jumps")
     return True
 
 
 @cache
-def name_of(func: Any) -> str:
+def name_of(func: Operator) -> str:
     """The name of a function without its overload.
 
     Rules are about ATen's own functions: one of somebody else's may have any name, and keeps its namespace.
@@ -347,7 +372,7 @@ def _zeros(constant: Tensor) -> Tensor:
     return torch.zeros(constant.shape, dtype=torch.float64)
 
 
-def _numbers(leaf: Any) -> Any:
+def _numbers(leaf: object) -> object:
     return leaf.numbers if isinstance(leaf, Recorded) else leaf
 
 
@@ -368,7 +393,7 @@ def layout(tensor: Tensor) -> list[int]:
 
 def user_line(error: BaseException | None = None) -> str:
     """File, line and source of the innermost code of the model that is neither torch's nor ours."""
-    frame: Any = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     if error is not None:  # where it was raised
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
@@ -382,5 +407,5 @@ def user_line(error: BaseException | None = None) -> str:
     return "inside of torch"
 
 
-def _module(frame: Any) -> str:
+def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))

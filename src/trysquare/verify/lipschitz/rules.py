@@ -15,24 +15,26 @@ how far its result in float64 may be from the exact one. Norms are certified in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from trysquare.nn.linalg.bounds import SingularValueRange, normalized, rescaled_up, singular_value_range
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
-from trysquare.verify.lipschitz.graph import Node, NoRuleError, Value, class_name
+from trysquare.verify.lipschitz.graph import Arguments, Node, NoRuleError, Value, class_name
 from trysquare.verify.operators import Axis, LinearOperator, checked_weight
 from trysquare.verify.spectrum import norm_range
 
 # Labels of an input, and the weights on them.
 Weights = list[tuple[Tensor, Tensor]]
+T = TypeVar("T")
 _UP = 1 + 2.0**-48
 _TINY = 2.0**-1022
 _SMOOTH_THRESHOLD = 20
@@ -61,8 +63,8 @@ class Rule:
     isometric: bool = False
     monotone: Callable[[Node], bool] | None = None
     terms: Callable[[Node], list[tuple[Value, float]]] | None = None
-    rounding: Callable[[dict[str, Any], list[Tensor]], float] | None = None
-    jumps: Callable[[dict[str, Any], list[Tensor]], float] | None = None
+    rounding: Callable[[Arguments, list[Tensor]], float] | None = None
+    jumps: Callable[[Arguments, list[Tensor]], float] | None = None
 
 
 RULES: dict[str, Rule] = {}
@@ -81,7 +83,7 @@ def _on(names: str, **about: Any) -> Callable[[Callable[..., Weights]], Callable
 # -- arithmetic of weights: rounded up, and never to zero
 
 
-def scaled(weights: Tensor, factor: Any) -> Tensor:
+def scaled(weights: Tensor, factor: Tensor | float) -> Tensor:
     """``weights * factor²``: at least the smallest normal number where neither is 0, and 0 where one of them is."""
     size = torch.as_tensor(factor, dtype=torch.float64).abs()
     made = weights * size * size * _UP
@@ -89,12 +91,12 @@ def scaled(weights: Tensor, factor: Any) -> Tensor:
     return torch.where(nothing, 0.0, made.nan_to_num(math.inf, math.inf).clamp_min(_TINY))
 
 
-def readings(value: Any, dtype: torch.dtype) -> Tensor:
+def readings(value: Tensor | float, dtype: torch.dtype) -> Tensor:
     """Absolute values of a constant as it is and as arithmetic in ``dtype`` may round it, in float64."""
     return signed_readings(value, dtype).abs()
 
 
-def signed_readings(value: Any, dtype: torch.dtype) -> Tensor:
+def signed_readings(value: Tensor | float, dtype: torch.dtype) -> Tensor:
     """A constant as it is and as arithmetic in ``dtype`` may round it, in float64."""
     exact = value.detach().cpu().double() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
     if not bool(exact.isfinite().all()):
@@ -103,17 +105,17 @@ def signed_readings(value: Any, dtype: torch.dtype) -> Tensor:
     return torch.stack([exact, *(torch.where(r.isfinite(), r, exact) for r in rounded)])
 
 
-def largest(value: Any, dtype: torch.dtype) -> Tensor:
+def largest(value: Tensor | float, dtype: torch.dtype) -> Tensor:
     """Entry by entry the larger reading of a constant factor."""
     return readings(value, dtype).amax(0)
 
 
-def _each(value: Any, dims: int) -> tuple[Any, ...]:
+def _each(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
     values = tuple(value) if isinstance(value, list | tuple) else (value,)
     return values * dims if len(values) == 1 else values
 
 
-def _spread(value: Any, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _spread(value: Value, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Labels of an input that broadcasting copied to the shape of the weights."""
     return value.labels.expand(weights.shape), weights
 
@@ -159,7 +161,7 @@ def _flat(tensor: Tensor) -> Tensor | None:
 _STEEP = "slope up to {bound}: use a 1-Lipschitz one"
 
 
-def _function_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+def _function_rounding(args: Arguments, out: list[Tensor]) -> float:
     """Functions of one number are right to a few units in the last place of argument and result."""
     sizes = [size_of(t) for t in (*out[:1], *args.values()) if isinstance(t, Tensor) and t.is_floating_point()]
     return 16 * UNIT_ROUNDOFF * (sum(sizes) + math.sqrt(out[0].numel()))
@@ -236,7 +238,7 @@ def _softplus_jump(beta: float, threshold: float) -> float:
     return math.exp(-threshold) / abs(beta) if beta else math.inf
 
 
-def _softplus_jumps(args: dict[str, Any], out: list[Tensor]) -> float:
+def _softplus_jumps(args: Arguments, out: list[Tensor]) -> float:
     """Each number may jump at both points that are compared."""
     jump = _softplus_jump(args.get("beta", 1), args.get("threshold", _SMOOTH_THRESHOLD))
     return 4 * jump * math.sqrt(out[0].numel())
@@ -271,7 +273,7 @@ def _terms_of_sum(node: Node) -> list[tuple[Value, float]]:
     return [(node.args[name], c) for name, c in factors.items() if isinstance(node.args[name], Value)]
 
 
-def _sum_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+def _sum_rounding(args: Arguments, out: list[Tensor]) -> float:
     """One rounding of the sum, and one of each term that is multiplied."""
     error = 4 * UNIT_ROUNDOFF * size_of(out[0])
     if args.get("alpha", 1) == 1 and "weight" not in args:
@@ -280,7 +282,7 @@ def _sum_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
     return error + 2 * UNIT_ROUNDOFF * (abs(args.get("alpha", 1)) + 1) * sum(terms)
 
 
-def _tensors(args: dict[str, Any]) -> list[Tensor]:
+def _tensors(args: Arguments) -> list[Tensor]:
     return [value for value in args.values() if isinstance(value, Tensor)]
 
 
@@ -307,15 +309,20 @@ def add(node: Node, given: list[Tensor]) -> Weights:
 
 
 def _shares(node: Node, terms: list[tuple[Value, float]]) -> list[float]:
-    """``s_k = Σ L_j / L_k``, best for terms that change by ``L_k``, with ``Σ 1 / s_k = 1``."""
+    """Factors ``s_k`` with ``Σ 1 / s_k = 1``, the best for terms that change by ``L_k`` at most.
+
+    Of terms that read the same inputs these are ``Σ L_j / L_k``, and the changes add up; of terms that read different
+    inputs they are ``Σ L_j² / L_k²``, and only their squares do.
+    """
     sizes = [factor * node.changes.get(id(value), 1.0) for value, factor in terms]
     if not all(0 < size < math.inf for size in sizes):
         sizes = [1.0] * len(sizes)
-    sizes = [max(size, 1e-9 * max(sizes)) for size in sizes]
+    most = max(sizes)
+    sizes = [max(size / most, 1e-9) ** (2 if node.apart else 1) for size in sizes]
     return [sum(sizes) / size * _UP for size in sizes]
 
 
-def _product_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+def _product_rounding(args: Arguments, out: list[Tensor]) -> float:
     return 2 * UNIT_ROUNDOFF * size_of(out[0]) + math.sqrt(out[0].numel()) * _TINY
 
 
@@ -402,9 +409,9 @@ def two_sides(node: Node, given: list[Tensor]) -> Weights:
     return [(node.args["self"].labels, torch.maximum(*given))]
 
 
-@_on("hypot", rounding=_function_rounding)
-def hypotenuse(node: Node, given: list[Tensor]) -> Weights:
-    """The norm of a pair."""
+@_on("hypot logaddexp logaddexp2", rounding=_function_rounding)
+def smooth_extremum(node: Node, given: list[Tensor]) -> Weights:
+    """The gradient has norm 1 at most: a unit vector for the norm of a pair, and a softmax for the logarithm."""
     return [_spread(value, given[0]) for value in node.values]
 
 
@@ -431,7 +438,7 @@ def logsumexp(node: Node, given: list[Tensor]) -> Weights:
     return _reduced(node, given[0], lambda w, axes: w)
 
 
-def _logsumexp_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+def _logsumexp_rounding(args: Arguments, out: list[Tensor]) -> float:
     """As a function of one number, and the roundings of the sum, which are relative to it."""
     length = next(t for t in args.values() if isinstance(t, Tensor)).numel() / max(1, out[0].numel())
     return _function_rounding(args, out) + 4 * (length + 8) * UNIT_ROUNDOFF * math.sqrt(out[0].numel())
@@ -449,12 +456,13 @@ def vector_norm(node: Node, given: list[Tensor]) -> Weights:
     return _reduced(node, given[0], lambda w, axes: w)
 
 
-def _length_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+def _length_rounding(args: Arguments, out: list[Tensor]) -> float:
     value = next(t for t in args.values() if isinstance(t, Tensor))
     length = value.numel() / max(1, out[0].numel())
-    # Squares of a norm that are below 2^-1022 vanish.
+    # Squares of a norm that are below 2^-1022 vanish, and large ones overflow.
     vanished = 2.0**-500 * math.sqrt(value.numel())
-    return (length + 16) * UNIT_ROUNDOFF * 2 * size_of(value) * math.sqrt(max(1.0, length)) + vanished
+    sizes = size_of(value) * math.sqrt(max(1.0, length)) + size_of(out[0])
+    return (length + 16) * UNIT_ROUNDOFF * 2 * sizes + vanished
 
 
 @_on("mean", rounding=lambda args, out: _length_rounding(args, out), attained=True)
@@ -472,6 +480,80 @@ def total(node: Node, given: list[Tensor]) -> Weights:
     """``n`` numbers to their sum: ``Δsum² <= n Σ Δ²``."""
     number = node.values[0].labels.numel() / max(1, given[0].numel())
     return _reduced(node, scaled(given[0], math.sqrt(number)), lambda w, axes: w)
+
+
+@_on("cumsum", remark="it adds up many numbers: divide by {bound}", attained=True,
+     rounding=lambda args, out: _running_rounding(args, out))  # fmt: skip
+def running_total(node: Node, given: list[Tensor]) -> Weights:
+    """The matrix of ones on and below the diagonal has the inverse ``D`` of differences, and ``D Dᵀ`` is tridiagonal.
+
+    Its smallest eigenvalue is ``4 sin²(π / (4 n + 2))``.
+    """
+    labels, weights = node.args["self"].labels, given[0]
+    if not labels.ndim:
+        return [(labels, weights)]
+    axis = node.args["dim"]
+    norm = 1 / (2 * math.sin(math.pi / (4 * labels.shape[axis] + 2))) * _UP
+    return [(labels, scaled(weights.amax(axis, keepdim=True), norm).expand(labels.shape))]
+
+
+def _running_rounding(args: Arguments, out: list[Tensor]) -> float:
+    """Each of ``n`` sums has fewer than ``n`` roundings of sums of absolute values."""
+    value = args["self"]
+    length = value.shape[args["dim"]] if value.ndim else 1
+    return 2 * UNIT_ROUNDOFF * (length * length * size_of(value) + size_of(out[0]))
+
+
+# Of each call that adds numbers to others at constant positions: the arguments that it adds up.
+_ADDED = {"index_add": "source", "scatter_add": "src", "index_put": "values"}
+
+
+def _number_of_terms(op: str, args: Arguments, parts: dict[str, Tensor]) -> Tensor:
+    """The same call on other numbers: on ones and zeros, how many of the ones are added up at each position."""
+    numbers: Arguments = {name: value for name, value in args.items() if name != "alpha"}
+    if op == "scatter_add":  # an index may be shorter than what it adds, of which autograd wants to know nothing
+        parts = parts | {"src": parts["src"][tuple(map(slice, args["index"].shape))]}
+    return getattr(torch.ops.aten, op)(
+        **tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, numbers) | parts
+    )
+
+
+@_on(" ".join(_ADDED), remark="numbers are added up: divide by the root of how many", attained=True,
+     rounding=lambda args, out: _added_rounding(args, out))  # fmt: skip
+def added(node: Node, given: list[Tensor]) -> Weights:
+    """``(Σ a_k)² <= n Σ a_k²`` where ``n`` numbers meet; weights go back to them by the transpose of the call."""
+    source = _ADDED[node.op]
+    if any(isinstance(leaf, Value) for name in ("index", "indices") for leaf in tree_leaves(node.args.get(name))):
+        raise NoRuleError("an index depends on the input: where it adds a number jumps")
+    with torch.enable_grad():
+        parts = {
+            name: torch.full(shape, float(isinstance(node.args[name], Value)), dtype=torch.float64, requires_grad=True)
+            for name in ("self", source)
+            for shape in [_shape(node.args[name])]
+        }
+        terms = _number_of_terms(node.op, node.args, parts)
+        back = torch.autograd.grad(terms, list(parts.values()), scaled(given[0], terms.detach().sqrt() * _UP))
+    factors: Arguments = {"self": 1.0, source: largest(node.args.get("alpha", 1), node.dtype)}
+    return [
+        (node.args[name].labels, scaled(weights, factors[name] * _UP))
+        for name, weights in zip(parts, back, strict=True)
+        if isinstance(node.args[name], Value)
+    ]
+
+
+def _shape(argument: Value | Tensor) -> torch.Size:
+    return argument.labels.shape if isinstance(argument, Value) else argument.shape
+
+
+def _added_rounding(args: Arguments, out: list[Tensor]) -> float:
+    """A rounding for each number that is added at a position."""
+    op, source = next((op, name) for op, name in _ADDED.items() if name in args)
+    ones = {name: torch.ones(args[name].shape, dtype=torch.float64) for name in ("self", source)}
+    terms = float(_number_of_terms(op, args, ones).max()) if out[0].numel() else 0.0
+    # What is added may be broadcast: to as many positions as there are at most.
+    copies = math.sqrt(terms * max(1.0, out[0].numel() / max(1, args[source].numel())))
+    sizes = size_of(args["self"]) + (1 + abs(args.get("alpha", 1))) * size_of(args[source]) * copies + size_of(out[0])
+    return 4 * UNIT_ROUNDOFF * (terms + 2) * math.sqrt(terms + 1) * sizes
 
 
 def _reduced(node: Node, weights: Tensor, along: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Weights:
@@ -515,7 +597,7 @@ def log_softmax(node: Node, given: list[Tensor]) -> Weights:
     return [(node.values[0].labels, scaled(given[0].amax(axis, keepdim=True), root).expand(given[0].shape))]
 
 
-def _softmax_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+def _softmax_rounding(args: Arguments, out: list[Tensor]) -> float:
     value = next(t for t in args.values() if isinstance(t, Tensor))
     length = value.shape[args["dim"]] + 32
     spread = 1 + float(value.abs().max()) if value.numel() else 1.0
@@ -533,7 +615,7 @@ def matrix_norm(matrix: Tensor) -> float:
     return rescaled_up(singular_value_range([exact[None]], lowest=False)[1], exponent)
 
 
-def _once(node: Node, key: Tensor, compute: Callable[[], Any]) -> Any:
+def _once(node: Node, key: Tensor, compute: Callable[[], T]) -> T:
     """A certified norm, computed once for each profile of weights."""
     name = key.numpy().tobytes()
     if name not in node.norms:
@@ -554,13 +636,14 @@ def _through_matrix(node: Node, matrix: Tensor, rows: Tensor, number: int = 0) -
     return scaled(tops, _once(node, key, lambda: matrix_norm(matrix.detach().cpu().double() * weighted)))
 
 
-def _product_weights(node: Node, a: Any, b: Any, weights: Tensor) -> Weights:
+def _product_weights(node: Node, a: Value | Tensor, b: Value | Tensor, weights: Tensor) -> Weights:
     """``a @ b`` where one of the two is constant; ``(batch, n, k)`` and ``(batch, k, m)``."""
-    if isinstance(a, Value) and isinstance(b, Value):
-        raise NoRuleError("two values that depend on the input are multiplied with each other, as attention does")
     if isinstance(b, Value):
+        if isinstance(a, Value):
+            raise NoRuleError("two values that depend on the input are multiplied with each other, as attention does")
         flipped = Value(b.labels.mT)
         return [(labels.mT, w.mT) for labels, w in _product_weights(node, flipped, a.mT, weights.mT)]
+    assert isinstance(a, Value)
     constant, labels = b, a.labels
     if labels.ndim == 2:
         return [(labels, _through_matrix(node, constant, weights)[:, None].expand(labels.shape))]
@@ -581,7 +664,7 @@ _FACTORS = {
 }  # fmt: skip
 
 
-def _product_rounding_of(args: dict[str, Any], out: list[Tensor]) -> float:
+def _product_rounding_of(args: Arguments, out: list[Tensor]) -> float:
     """``γ_k |A| |B|``, and the bias."""
     # The names of the factors tell what kind of product it is.
     first, second, added = next(names for names in reversed(_FACTORS.values()) if {*names} - {None} <= args.keys())
@@ -616,7 +699,7 @@ def product(node: Node, given: list[Tensor]) -> Weights:
     return [*_product_weights(node, a, b, weights), *sums]
 
 
-def _unsqueezed(factor: Any, axis: int) -> Any:
+def _unsqueezed(factor: Value | Tensor, axis: int) -> Value | Tensor:
     return Value(factor.labels.unsqueeze(axis)) if isinstance(factor, Value) else factor.unsqueeze(axis)
 
 
@@ -628,7 +711,7 @@ def embedding(node: Node, given: list[Tensor]) -> Weights:
     return [(node.args["indices"].labels, _through_matrix(node, node.args["weight"], rows).view(given[0].shape[:-1]))]
 
 
-def _convolution_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+def _convolution_rounding(args: Arguments, out: list[Tensor]) -> float:
     """``γ_k |W| |x|`` with the norm of ``|W|`` by its row and column sums, and the bias."""
     kernel = args["weight"].abs().unflatten(0, (args["groups"], -1)).flatten(3)  # (groups, a, b, taps)
     rows, columns = (float(kernel.sum(axes).max()) for axes in ((2, 3), (1, 3)))
@@ -810,7 +893,7 @@ def batch_norm(node: Node, given: list[Tensor]) -> Weights:
     return [(node.args["input"].labels, scaled(weights, scales.view(-1, *(1,) * (weights.ndim - 2))))]
 
 
-def batch_norm_scales(args: dict[str, Any]) -> Tensor:
+def batch_norm_scales(args: Arguments) -> Tensor:
     """Absolute scale of each channel of a normalisation by constants."""
     if args.get("training") or args.get("running_var") is None:
         raise NoRuleError(
@@ -827,7 +910,7 @@ def batch_norm_scales(args: dict[str, Any]) -> Tensor:
     return weight.abs() / (variance + eps).sqrt() * _UP
 
 
-def _normalisation_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+def _normalisation_rounding(args: Arguments, out: list[Tensor]) -> float:
     value, scales = args["input"], batch_norm_scales(args)
     copies = math.sqrt(value.numel() / value.shape[1])
     bias = 0.0 if args.get("bias") is None else float(args["bias"].norm())
@@ -901,7 +984,7 @@ def axis_norm(resample: Callable[[Tensor], Tensor], size: int, dtype: torch.dtyp
 _AVERAGES = "its windows weigh a position by more than 1 in all: use kernel_size = stride and no divisor"
 
 
-def _window_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+def _window_rounding(args: Arguments, out: list[Tensor]) -> float:
     """Sums over at most all positions of one map."""
     value = next(t for t in args.values() if isinstance(t, Tensor))
     length = value[0, 0].numel() if value.ndim > 2 else value.numel()
@@ -938,9 +1021,9 @@ def overlap_add(node: Node, given: list[Tensor]) -> Weights:
     return [(labels, F.unfold(scaled(weights, held.sqrt() * _UP), *windows))]
 
 
-def _overlap_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+def _overlap_rounding(args: Arguments, out: list[Tensor]) -> float:
     terms = math.prod(_each(args["kernel_size"], 2))
-    return (terms + 16) * UNIT_ROUNDOFF * 2 * size_of(args["self"]) * math.sqrt(terms)
+    return (terms + 16) * UNIT_ROUNDOFF * 2 * (size_of(args["self"]) * math.sqrt(terms) + size_of(out[0]))
 
 
 @_on("_adaptive_avg_pool2d _adaptive_avg_pool3d", remark=_AVERAGES, attained=True, rounding=_window_rounding)
@@ -985,10 +1068,10 @@ REASONS = {
     **dict.fromkeys(["var", "std", "var_mean", "std_mean", "var_correction"], _SQUARES),
     **dict.fromkeys("hardshrink sign round floor ceil trunc frac remainder fmod argmax argmin argsort".split(), _JUMPS),
     **dict.fromkeys("heaviside bucketize searchsorted one_hot".split(), _JUMPS),
-    **dict.fromkeys(["exp", "expm1", "pow", "square", "log", "log1p", "sqrt", "tan", "sinh", "cosh", "prod"], _GROWS),
+    **dict.fromkeys("exp expm1 pow square log log1p sqrt tan sinh cosh prod cumprod".split(), _GROWS),
     **dict.fromkeys(["addcmul", "addcdiv", "glu"], "it multiplies or divides values by each other"),
     **dict.fromkeys(["upsample_bicubic2d", "grid_sampler_2d"], "this interpolation has no rule; bilinear has"),
-    **dict.fromkeys(["cumsum", "cumprod", "fft_r2c", "_fft_r2c", "_fft_c2c"], _MATRICES),
+    **dict.fromkeys(["fft_r2c", "_fft_r2c", "_fft_c2c"], _MATRICES),
 }  # fmt: skip
 REASONS |= {
     f"_scaled_dot_product_{kind}": _ATTENTION

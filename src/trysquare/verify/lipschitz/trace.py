@@ -22,10 +22,9 @@ import math
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +35,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trysquare import torch_internals
 from trysquare.nn.linalg.precision import autocast_dtype
+from trysquare.torch_internals import Args, Kwargs, Operator
+from trysquare.verify.contexts import users_device
 from trysquare.verify.lipschitz.checks import input_like
-from trysquare.verify.lipschitz.graph import Frame, Graph, NoRuleError, Shape, Value, class_name
+from trysquare.verify.lipschitz.graph import Arguments, Frame, Graph, Inputs, NoRuleError, Shape, Value, class_name
 from trysquare.verify.lipschitz.record import Recorded, Recorder, layout, name_of, user_line
 from trysquare.verify.operators import misfit
 
@@ -46,7 +47,10 @@ _ESCAPES = frozenset([Tensor.storage, Tensor.untyped_storage, Tensor.share_memor
 
 
 class TakesTokens(Exception):  # noqa: N818
-    """The model looks its input up in a table, or casts it to integers: it takes tokens."""
+    """The model looks something up in a table, or casts its input to integers: it takes tokens.
+
+    The argument is the line, if it is not the input itself that is looked up.
+    """
 
 
 class Traced(Tensor):
@@ -65,7 +69,7 @@ class Traced(Tensor):
         functional = inside if torch_internals.is_functional(inside) else torch_internals.to_functional(inside)
         made = torch_internals.without_memory(cls, functional)
         made.functional = functional
-        return made  # type: ignore[no-any-return]
+        return made
 
     @property
     def inside(self) -> Tensor:
@@ -81,12 +85,13 @@ class Traced(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         own = [kind.__name__ for kind in types if not issubclass(kind, Traced)]
         raise NoRuleError(
             f"{func} was called on a value of a trace outside of it, or made it a tensor of another class "
-            f"({', '.join(own) or 'Traced'}); such a model cannot be followed"
+            f"({', '.join(own) or 'that of a weight'}), which cannot be followed; make weights plain tensors first: "
+            "nn.Parameter(weight.as_subclass(torch.Tensor))"
         )
 
 
@@ -97,14 +102,16 @@ class _NoEscape(TorchFunctionMode):
         super().__init__()
         self.tracer, self.recorder = tracer, tracer.recorder
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., object], types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         try:
             return self._called(func, args, kwargs or {})
         except Exception as error:
             self.tracer.note_failure(getattr(func, "__name__", str(func)), error)
             raise
 
-    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _called(self, func: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
         if not self.recorder.busy:
             replaces = getattr(func, "__self__", None) is Tensor.data and func.__name__ == "__set__"
             if replaces and any(isinstance(leaf, Traced | nn.Parameter) for leaf in args):
@@ -135,18 +142,19 @@ class Tracer(TorchDispatchMode):
         self.names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
         self.calls = 0  # of modules, so far
         self.given: list[Shape] = []  # shapes of the inputs of the last of them
-        self.recording = False
+        self.recording = self.tokens = False
         self._inputs: frozenset[int] = frozenset()  # addresses, in the first run
         self._made: dict[int, Tensor] = {}  # by address: what the first run made, kept alive
         self._failures: deque[str] = deque()  # names of torch's functions that raised in the first run
         self._refused: Exception | None = None  # the first error that was raised on values only
         self._where: tuple[Exception, Frame] | None = None  # the innermost module that an error came from
 
-    def trace(self, given: Any, tokens: bool) -> Graph:
+    def trace(self, given: Inputs, tokens: bool) -> Graph:
         """Run the model on inputs (a list, or a dictionary by name): first as it is, then on values.
 
         The first run fills all caches with plain tensors, and raises torch's own errors.
         """
+        self.tokens = tokens
         with parametrize.cached():
             inputs = tree_map(torch.clone, given)
             self._made = {_address(tensor): tensor for tensor in tree_leaves(inputs)}
@@ -180,11 +188,11 @@ class Tracer(TorchDispatchMode):
         if self._where is None or self._where[0] is not error:
             self._where = error, frame
 
-    def _run(self, inputs: Any) -> Any:
+    def _run(self, inputs: Inputs) -> object:
         with ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # nothing is compiled before that is imported, which takes seconds
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for context in (torch.no_grad(), _watching(self), _NoEscape(self)):
+            for context in (torch.no_grad(), users_device(), _watching(self), _NoEscape(self)):
                 stack.enter_context(context)
             try:
                 with self:
@@ -204,7 +212,9 @@ class Tracer(TorchDispatchMode):
 
     # -- every call of the pass
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         if self.recorder.busy:
             return func(*args, **(kwargs or {}))
         self.recorder.busy = True
@@ -213,7 +223,7 @@ class Tracer(TorchDispatchMode):
         finally:
             self.recorder.busy = False
 
-    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _called(self, func: Operator, args: Args, kwargs: Kwargs) -> object:
         op, (is_composite, written_names) = name_of(func), _about(func)
         if is_composite:  # seen whole in inference mode; its parts are what has rules
             self.recorder.busy = False
@@ -227,7 +237,7 @@ class Tracer(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in op:
             raise NoRuleError(f"it draws random numbers ({func}, {user_line()}): it is not a fixed function")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        written: list[Any] = []
+        written: list[Tensor] = []
         if written_names:
             named = _named(func, args, kwargs)
             given = [leaf for name in written_names for leaf in tree_leaves(named.get(name))]
@@ -235,8 +245,8 @@ class Tracer(TorchDispatchMode):
             for tensor in written:
                 if not isinstance(tensor, Traced) and _address(tensor) not in self._made:
                     raise NoRuleError(self._writes_into(tensor))
-        if not self.recording:
-            self._refuse_tokens(op, args, kwargs)
+        if not (self.recording or self.tokens):
+            self._look_for_tokens(op, args, kwargs)
         if not any(isinstance(tensor, Traced) for tensor in tensors):
             known = {_address(tensor) for tensor in tensors}
             return tree_map(lambda leaf: self._own(op, leaf, known), func(*args, **kwargs))
@@ -252,7 +262,7 @@ class Tracer(TorchDispatchMode):
             )
         return self._written(op, func, args, kwargs, written)
 
-    def _written(self, op: str, func: Any, args: Any, kwargs: Any, written: list[Any]) -> Any:
+    def _written(self, op: str, func: Operator, args: Args, kwargs: Kwargs, written: list[Tensor]) -> Tensor:
         """A call in place."""
         if len(written) > 1 or not args or written[0] is not args[0] or not op.endswith("_"):
             raise NoRuleError(f"{func} writes into out=..., which has no rule ({user_line()}); leave out= away")
@@ -261,7 +271,8 @@ class Tracer(TorchDispatchMode):
                 f"{op} changes a shape in place ({user_line()}), which cannot be followed; use {op[:-1]} (torch's "
                 "recurrent layers and vmap do this: write a loop of cells, or calls on the batch)"
             )
-        target: Any = written[0]
+        target = written[0]
+        assert isinstance(target, Traced)
         for source in tree_leaves((args[1:], kwargs)):
             if isinstance(source, Traced) and source.is_floating_point() and isinstance(source.inside, Recorded):
                 self.recorder.check_cast(source, target.dtype)
@@ -273,7 +284,7 @@ class Tracer(TorchDispatchMode):
             )
         return target
 
-    def _own(self, op: str, made: Any, known: set[int]) -> Any:
+    def _own(self, op: str, made: object, known: set[int]) -> object:
         """A new constant, that values may be written into; other names of what was there stay what they are."""
         if not isinstance(made, Tensor) or _address(made) < 0 or _address(made) in known:
             return made
@@ -299,24 +310,20 @@ class Tracer(TorchDispatchMode):
             "module, 'weight')"
         )
 
-    def _refuse_tokens(self, op: str, args: Any, kwargs: Any) -> None:
+    def _look_for_tokens(self, op: str, args: Args, kwargs: Kwargs) -> None:
         """Notice in the first run that the input should have been tokens."""
         looked_up = args[1] if op == "embedding" else args[0] if op == "_to_copy" else None
         if looked_up is None or not looked_up.is_floating_point():
             return
         dtype = kwargs.get("dtype") or looked_up.dtype
-        integers = op == "embedding" or not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-        if integers and _address(looked_up) in self._inputs:
-            raise TakesTokens
-        if op == "embedding":
-            raise NoRuleError(
-                f"an embedding takes tokens, not values that were computed ({user_line()}): it jumps from one to the "
-                "next, and has a Lipschitz constant only as the first layer"
-            )
+        integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+        direct = _address(looked_up) in self._inputs
+        if op == "embedding" or (integers and direct):
+            raise TakesTokens("" if direct else user_line())
 
     # -- modules
 
-    def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def call_module(self, module: nn.Module, args: Args, kwargs: Kwargs) -> object:
         """Call a module; one that has a rule becomes a node, with what it computes inside of that."""
         if not self.recording:
             return _call(module, *args, **kwargs)
@@ -348,14 +355,15 @@ class Tracer(TorchDispatchMode):
                 "tensor that depends on the input"
             )
         recorder.busy = True
-        if bool(((made.labels.abs() < label) & (made.labels != 0)).any()):  # it returns a part of what it was given
-            recorder.nodes += inner
-        else:
-            result = Traced(recorder.leaf(values, made, inner))
+        with torch_internals.without_function_modes():
+            if bool(((made.labels.abs() < label) & (made.labels != 0)).any()):  # a part of what it was given
+                recorder.nodes += inner
+            else:
+                result = Traced(recorder.leaf(values, made, inner))
         recorder.busy = False
         return result
 
-    def _value(self, tensor: Any) -> Recorded | None:
+    def _value(self, tensor: object) -> Recorded | None:
         """What is inside of an argument or result, if it depends on the input."""
         before, self.recorder.busy = self.recorder.busy, True
         inside = tensor.inside if isinstance(tensor, Traced) else None
@@ -363,21 +371,21 @@ class Tracer(TorchDispatchMode):
         return inside if isinstance(inside, Recorded) else None
 
 
-def _functional(func: Any, args: Any, kwargs: Any) -> Any:
+def _functional(func: Operator, args: Args, kwargs: Kwargs) -> object:
     """A call by torch's functionalization, on functional tensors."""
     inside = tree_map(lambda leaf: leaf.functional if isinstance(leaf, Traced) else leaf, (args, kwargs))
     return torch_internals.functionalized(func, *inside)
 
 
 @cache
-def _about(func: Any) -> tuple[bool, list[str]]:
+def _about(func: Operator) -> tuple[bool, list[str]]:
     """Whether a function is made of others, and the arguments that it writes to."""
     return torch_internals.is_composite(func), [
         a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
     ]
 
 
-def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def _named(func: Operator, args: Args, kwargs: Kwargs) -> Arguments:
     return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
 
 
@@ -389,14 +397,14 @@ def _address(tensor: Tensor) -> int:
         return -1
 
 
-def _same_place(tensor: Tensor, size: Any, stride: Any, offset: Any = None) -> bool:
+def _same_place(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> bool:
     """Whether another size and stride read the same numbers in the same order."""
     strides = zip(tensor.shape, tensor.stride(), stride, strict=False)
     same = list(size) == list(tensor.shape) and all(old == new for n, old, new in strides if n > 1)
     return same and offset in (None, tensor.storage_offset())
 
 
-def plain_structure(result: Any) -> Any:
+def plain_structure(result: object) -> object:
     """Named tuples, data classes and the like of a model as dictionaries and lists that ``tree_map`` knows."""
     if isinstance(result, Tensor | int | float | bool | str) or result is None:
         return result
@@ -418,7 +426,7 @@ _LOCK = threading.Lock()
 _running = 0
 
 
-def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _watched_call(module: nn.Module, *args: object, **kwargs: object) -> object:
     tracer: Tracer | None = getattr(_ACTIVE, "tracer", None)
     if tracer is None:
         return _call(module, *args, **kwargs)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.progress import track
-from trysquare.verify.lipschitz.graph import Graph, Node, NoRuleError
+from trysquare.verify.lipschitz.graph import Graph, Node, NoRuleError, Value
 from trysquare.verify.lipschitz.leaves import leaf_terms, leaf_weights
 from trysquare.verify.lipschitz.patterns import recognised
 from trysquare.verify.lipschitz.rules import RULES, Rule, Weights, no_rule, way_out
@@ -45,11 +45,13 @@ class Walk:
         self._blocks = sorted(block for block in made if math.prod(block[1]))
         self._starts = [block[0] for block in self._blocks]
         self._roundings = 0.0
+        self._reads: list[Tensor] = []  # of each call, which of the network's inputs its results may depend on
         self.bounds: list[float | ValueError] = []
 
     def forward(self) -> None:
         """Find the bound of each call's results, from the first to the last."""
         for node in track(self.nodes, "bounding the network", len(self.nodes)):
+            self._reads.append(self._read_by(node.values))
             try:
                 if node.moves:
                     self.bounds.append(self.bound([node.args["output"].labels]))
@@ -63,6 +65,8 @@ class Walk:
                     for value, _ in found:
                         whole = value.labels if node.op == "leaf" else value.labels.expand(node.outputs[0][1])
                         node.changes[id(value)] = self.bound([whole])
+                    read = [self._read_by([value]) for value, _ in found]
+                    node.apart = int(torch.stack(read).sum(dim=0).max()) < 2
                 # Other results than the first are positions and statistics, except of what returns a pair.
                 both = node.op in ("max_min", "aminmax", "two_sides")
                 ones = [
@@ -72,6 +76,22 @@ class Walk:
                 self.bounds.append(self._back_to_one(self._stepped(node, ones)))
             except ValueError as error:  # one only if the network's result depends on it
                 self.bounds.append(error)
+
+    def _read_by(self, values: Iterable[Value]) -> Tensor:
+        """Which of the network's inputs some values may depend on."""
+        found = torch.zeros(sum(math.prod(shape) for _, shape in self.graph.inputs), dtype=torch.bool)
+        for value in values:
+            names = value.labels.abs().reshape(-1)
+            names = names[names > 0]
+            while len(names):
+                start, shape, number, _ = self._blocks[bisect_right(self._starts, float(names[0])) - 1]
+                here = (names >= start) & (names < start + math.prod(shape))
+                if number == _INPUT:
+                    found[(names[here] - 1).long()] = True
+                else:
+                    found |= self._reads[number]
+                names = names[~here & (names != names[0])]  # the first may be in no block: ``_push`` refuses that
+        return found
 
     def bound(self, labels: Iterable[Tensor]) -> float:
         """Certified bound of values, side by side, as a function of the network's inputs."""
