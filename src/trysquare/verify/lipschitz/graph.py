@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +28,9 @@ Inputs = list[Tensor] | dict[str, Tensor]
 """What a model is called with, by position or by name."""
 Arguments = dict[str, Any]
 """Arguments of a call by name: numbers, dtypes, lists, ``None``, tensors, and ``Value`` in the place of some."""
+# The smallest and the largest number that a value can be.
+Range = tuple[float, float]
+ANY: Range = (-math.inf, math.inf)
 
 
 class NoRuleError(ValueError):
@@ -73,6 +77,7 @@ class Node:
         inner_labels: of what it returned there.
         changes: bounds of the arguments whose changes add up, by their ``id``: how the sum is best shared out.
         apart: whether these arguments read different inputs of the network.
+        between: the range of an argument; by default nothing is known (see ``ranges``).
         constants: of a leaf, one for each input, once they are known.
         norms: certified norms that are known already, by what the outputs are weighted with.
         range: of the singular values of a convolution, if that was met on the way.
@@ -90,6 +95,7 @@ class Node:
     inner_labels: list[Tensor] = field(default_factory=list)
     changes: dict[int, float] = field(default_factory=dict)
     apart: bool = False
+    between: Callable[[Value], Range] = lambda _: ANY
     constants: list[float] | None = None
     moves: bool = False
     norms: dict[bytes, Any] = field(default_factory=dict)

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from trysquare.nn.linalg.bounds import SingularValueRange, normalized, rescaled_up, singular_value_range
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
-from trysquare.verify.lipschitz.graph import Arguments, Node, NoRuleError, Value, class_name
+from trysquare.verify.lipschitz.graph import ANY, Arguments, Node, NoRuleError, Value, class_name
 from trysquare.verify.operators import Axis, LinearOperator, checked_weight
 from trysquare.verify.spectrum import norm_range
 
@@ -334,7 +334,10 @@ def multiply(node: Node, given: list[Tensor]) -> Weights:
     """A constant factor for each number."""
     value, factor = node.args["self"], node.args["other"]
     if isinstance(value, Value) and isinstance(factor, Value):
-        raise NoRuleError("two values that depend on the input are multiplied with each other, which is not Lipschitz")
+        raise NoRuleError(
+            "two values that depend on the input are multiplied with each other, which is not Lipschitz unless both "
+            "are bounded, and has no rule"
+        )
     if isinstance(factor, Value):
         value, factor = factor, value
     return [_spread(value, scaled(given[0], largest(factor, node.dtype)))]
@@ -343,7 +346,13 @@ def multiply(node: Node, given: list[Tensor]) -> Weights:
 @_on("div", remark=_SCALING, attained=True, rounding=_product_rounding)
 def divide(node: Node, given: list[Tensor]) -> Weights:
     """A constant divisor for each number, before it is rounded to zero."""
-    _refuse_division(node)
+    if isinstance(node.args["other"], Value):
+        raise NoRuleError(
+            "the divisor depends on the input, which is not Lipschitz unless it is kept from 0 and the quotient is "
+            "bounded, and has no rule; 1 / divisor has one"
+        )
+    if node.args.get("rounding_mode") is not None:
+        raise NoRuleError("rounding jumps")
     sizes = readings(node.args["other"], node.dtype)
     sizes = torch.where(sizes > 0, sizes, sizes[0]).amin(0)
     if bool((sizes == 0).any()):
@@ -351,11 +360,49 @@ def divide(node: Node, given: list[Tensor]) -> Weights:
     return [_spread(node.args["self"], scaled(given[0], 1 / sizes * _UP))]
 
 
-def _refuse_division(node: Node) -> None:
-    if isinstance(node.args["other"], Value):
-        raise NoRuleError("the divisor depends on the input, which is not Lipschitz")
-    if node.args.get("rounding_mode") is not None:
-        raise NoRuleError("rounding jumps")
+def _inverse(number: float) -> float:
+    return 1 / number if number > 0 else math.inf
+
+
+def _power_slope(node: Node, low: float, high: float) -> float:
+    slopes = []
+    for p in signed_readings(node.args["exponent"], node.dtype).tolist():
+        if p != round(p) and not low > 0:
+            return math.inf
+        slopes.append(abs(p) * (max(-low, high) ** (p - 1) if p >= 1 else _inverse(max(low, -high)) ** (1 - p)))
+    return max(slopes)
+
+
+# Slopes of functions between two numbers.
+STEEP: dict[str, Callable[[Node, float, float], float]] = {
+    "exp": lambda _, low, high: math.exp(high), "expm1": lambda _, low, high: math.exp(high),
+    "exp2": lambda _, low, high: math.log(2) * 2.0**high, "log": lambda _, low, high: _inverse(low),
+    "log2": lambda _, low, high: _inverse(low) / math.log(2), "log1p": lambda _, low, high: _inverse(1 + low),
+    "log10": lambda _, low, high: _inverse(low) / math.log(10), "sqrt": lambda _, low, high: 0.5 * _inverse(low) ** 0.5,
+    "rsqrt": lambda _, low, high: 0.5 * _inverse(low) ** 1.5, "pow": _power_slope,
+    "reciprocal": lambda _, low, high: _inverse(max(low, -high)) ** 2,
+    "sinh": lambda _, low, high: math.cosh(max(-low, high)), "cosh": lambda _, low, high: math.sinh(max(-low, high)),
+}  # fmt: skip
+
+
+def slope_between(node: Node, low: float, high: float) -> float:
+    """The largest slope of one of these functions between two numbers; infinite for all others."""
+    try:
+        return STEEP[node.op](node, low, high) * (1 + 2.0**-40)
+    except (ArithmeticError, LookupError, TypeError):
+        return math.inf
+
+
+@_on(" ".join(STEEP), remark=_STEEP, rounding=_function_rounding)
+def steep(node: Node, given: list[Tensor]) -> Weights:
+    """The largest slope between the numbers that the argument can be."""
+    value, *others = node.values
+    low, high = node.between(value)
+    slope = math.inf if others else slope_between(node, low, high)
+    if not slope < math.inf:
+        where = "over all inputs" if (low, high) == ANY else f"between {low:.4g} and {high:.4g}, where its input is"
+        raise NoRuleError(f"its slope has no bound {where}; clamp its input first, or take a function of bounded slope")
+    return [_spread(value, scaled(given[0], slope))]
 
 
 @_on("lerp", terms=lambda node: _terms_of_lerp(node), rounding=_sum_rounding)
@@ -1064,11 +1111,12 @@ _ATTENTION = "softmax attention multiplies its inputs with each other, which is 
 _SQUARES = "a variance grows with the square of its input"
 _MATRICES = "it has no rule; write it as a product with a matrix"
 REASONS = {
-    **dict.fromkeys(["native_layer_norm", "native_group_norm", "_fused_rms_norm", "rsqrt", "reciprocal"], _DIVIDES),
-    **dict.fromkeys(["var", "std", "var_mean", "std_mean", "var_correction"], _SQUARES),
+    **dict.fromkeys(["native_layer_norm", "native_group_norm", "_fused_rms_norm"], _DIVIDES),
+    **dict.fromkeys(["var", "var_mean", "std_mean"], _SQUARES),
+    "std": "it has no rule; write it as the norm of x - x.mean(), divided by the root of their number less one",
     **dict.fromkeys("hardshrink sign round floor ceil trunc frac remainder fmod argmax argmin argsort".split(), _JUMPS),
     **dict.fromkeys("heaviside bucketize searchsorted one_hot".split(), _JUMPS),
-    **dict.fromkeys("exp expm1 pow square log log1p sqrt tan sinh cosh prod cumprod".split(), _GROWS),
+    **dict.fromkeys("tan prod cumprod".split(), _GROWS),
     **dict.fromkeys(["addcmul", "addcdiv", "glu"], "it multiplies or divides values by each other"),
     **dict.fromkeys(["upsample_bicubic2d", "grid_sampler_2d"], "this interpolation has no rule; bilinear has"),
     **dict.fromkeys(["fft_r2c", "_fft_r2c", "_fft_c2c"], _MATRICES),

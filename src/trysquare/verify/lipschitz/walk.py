@@ -15,6 +15,7 @@ from trysquare.progress import track
 from trysquare.verify.lipschitz.graph import Graph, Node, NoRuleError, Value
 from trysquare.verify.lipschitz.leaves import leaf_terms, leaf_weights
 from trysquare.verify.lipschitz.patterns import recognised
+from trysquare.verify.lipschitz.ranges import Ranges
 from trysquare.verify.lipschitz.rules import RULES, Rule, Weights, no_rule, way_out
 
 _LEAF = Rule(leaf_weights, terms=leaf_terms)
@@ -50,8 +51,10 @@ class Walk:
 
     def forward(self) -> None:
         """Find the bound of each call's results, from the first to the last."""
+        ranges = Ranges(self.graph.nodes)
         for node in track(self.nodes, "bounding the network", len(self.nodes)):
             self._reads.append(self._read_by(node.values))
+            node.between = ranges.of
             try:
                 if node.moves:
                     self.bounds.append(self.bound([node.args["output"].labels]))
