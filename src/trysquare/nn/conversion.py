@@ -287,7 +287,7 @@ class _Converter:
         if new is None:
             return _kind(module), why
         if len(node.args) + len(node.kwargs) > 1:
-            raise NotConvertibleError("it is called with more than its input")
+            raise NotConvertibleError("it is called with other arguments besides its input")
         why += self._tied(path, module) + self._projected(node, module, _last(new))
         self._put(node, new)
         return _kind(_last(new)), why
@@ -403,7 +403,7 @@ class _Converter:
         dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis", 0))
         dependent = [value for value in values if value in self.dependent]
         if dim % len(self._shape(node)) == 0:
-            raise NotConvertibleError("it joins along the batch")
+            raise NotConvertibleError("it concatenates along the axis of the batch")
         if len(dependent) == 1:
             return _name(node), ""
         origins = [self._origin(value) for value in dependent]
@@ -439,7 +439,7 @@ class _Converter:
 
     def _call_max(self, node: fx.Node) -> tuple[str, str]:
         if len(self._from_input(node)) > 1:
-            raise NotConvertibleError("of two values that depend on the input; MaxMin in one call is ts.MaxMin")
+            raise NotConvertibleError("it compares two values that depend on the input; ts.MaxMin keeps both of them")
         if self._count(node) > self._count(self._from_input(node)[0]):
             raise NotConvertibleError("it copies values")
         return _name(node), "1-Lipschitz as it is"
@@ -451,7 +451,7 @@ class _Converter:
         return "getitem", ""
 
     def _call_getattr(self, node: fx.Node) -> tuple[str, str]:
-        raise NotConvertibleError(f"the attribute {node.args[1]!r} of a tensor")
+        raise NotConvertibleError(f"it reads the attribute {node.args[1]!r} of a tensor")
 
     def _call_pad(self, node: fx.Node) -> tuple[str, str]:
         found = _arguments(node, "pad mode value", self.model)

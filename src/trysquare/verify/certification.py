@@ -533,10 +533,10 @@ def batches_of(data: Data, batch_size: int) -> tuple[Batches, int]:
         for name, tensor in (("images", images), ("labels", labels)):
             require_dense(name, tensor)
             if not tensor.ndim:
-                raise ValueError(f"{name} must be a batch, and are a single number")
+                raise ValueError(f"{name} must be a batch, not a single number")
         batch_size = min(batch_size, max(1, len(images)))
         if len(images) != len(labels):
-            raise ValueError(f"{len(images)} images and {len(labels)} labels must be as many of one as of the other")
+            raise ValueError(f"{len(images)} images and {len(labels)} labels: there must be one label for each image")
         batches: Any = list(zip(images.split(batch_size), labels.split(batch_size), strict=True))
     else:
         batches = DataLoader(data, batch_size) if isinstance(data, Dataset) else data

@@ -376,7 +376,9 @@ class Training:
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{path} does not fit the recipe: {error}") from error
         if epochs < (begun := self.progress.epoch + (self.progress.batch > 0)):
-            raise ValueError(f"train.epochs={epochs}, but the run is in epoch {begun} already: give at least {begun}")
+            raise ValueError(
+                f"train.epochs={epochs}, but the run is in epoch {begun} already: it must be at least {begun}"
+            )
         if self.world.is_main:
             run.cut_metrics(self.progress.metrics_size)
             for left_over in run.path.glob("*.tmp"):

@@ -165,7 +165,8 @@ class LayerCentering(nn.Module):
             raise ValueError(f"input of shape {tuple(input.shape)} must be (batch, {self.num_features}, ...)")
         if self.per_channel and input.ndim < 3:
             raise ValueError(
-                f"input of shape {tuple(input.shape)} has one value a channel, which is its mean; use per_channel=False"
+                f"input of shape {tuple(input.shape)} has a single value per channel, which is its own mean; use "
+                "per_channel=False"
             )
         axes = tuple(range(2 if self.per_channel else 1, input.ndim))
         mean = input.to(at_least_float32(input.dtype)).mean(axes, keepdim=True).to(input.dtype)

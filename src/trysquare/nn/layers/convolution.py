@@ -245,6 +245,14 @@ class Convolution:
         return nn.Sequential(plain, ZERO_PAD[self.dims](tuple(flat_pads(rest)))).train(training)
 
 
+def no_such_input(x: Tensor, channels: int, dims: int) -> ValueError:
+    """Return the error for an input that no convolution of these channels takes."""
+    return ValueError(
+        f"input of shape {tuple(x.shape)} must be (batch, {channels}, and {dims} sizes), with or without the batch; no "
+        "size may be 0"
+    )
+
+
 # -- padding
 
 

@@ -232,7 +232,7 @@ def _log_abs_det(layer: nn.Module, x: Tensor) -> Tensor:
     if not callable(found := getattr(layer, "log_abs_det", None)):
         raise TypeError(
             f"{type(layer).__name__} has no method log_abs_det(x), which returns (batch,) logarithms of volumes: "
-            "only orthogonal layers do without"
+            "only orthogonal layers may leave it out"
         )
     volume: Tensor = found(x)
     if volume.shape != x.shape[:1]:

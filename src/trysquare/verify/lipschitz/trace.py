@@ -265,7 +265,7 @@ class Tracer(TorchDispatchMode):
     def _written(self, op: str, func: Operator, args: Args, kwargs: Kwargs, written: list[Tensor]) -> Tensor:
         """A call in place."""
         if len(written) > 1 or not args or written[0] is not args[0] or not op.endswith("_"):
-            raise NoRuleError(f"{func} writes into out=..., which has no rule ({user_line()}); leave out= away")
+            raise NoRuleError(f"{func} writes into out=..., which has no rule ({user_line()}); do without out=")
         if torch.Tag.inplace_view in func.tags and not (op == "as_strided_" and _same_place(*args)):
             raise NoRuleError(
                 f"{op} changes a shape in place ({user_line()}), which cannot be followed; use {op[:-1]} (torch's "
