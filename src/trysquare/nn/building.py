@@ -14,7 +14,7 @@ the others, and takes the mean of their gradients back to the free tensors.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import RLock
@@ -184,7 +184,7 @@ class _Block:
         weights = []
         for part, free, weight in zip(alike, frees, exact, strict=True):
             if wanted:
-                weights.append(_Weight(self, weight, free, partial(part.built, free)))
+                weights.append(_Weight(self, weight, part.slots, list(part.slots), partial(part.built, free)))
                 self.weights[part.cache, None] = weights[-1]
             else:
                 part.cache.store(weight, part.slots, part.slots)
@@ -208,7 +208,8 @@ class _Block:
         for part, weight, given in zip(self.owners, held, all_of_them, strict=True):
             if weight is None:
                 free = list(part.slots.values())
-                self.weights[part.cache, None] = _Weight(self, given, free, partial(part.built, free))
+                build = partial(part.built, free)
+                self.weights[part.cache, None] = _Weight(self, given, part.slots, list(part.slots), build)
 
     def weight(
         self, build: Callable[[], Tensor], cache: WeightCache, slots: Slots, names: Sequence[str], key: Hashable
@@ -220,15 +221,19 @@ class _Block:
             if weight is None:
                 if not _wanted(free):
                     return cache.get(build, slots, names, key)
-                if torch_internals.transforms_are_active():
+                if torch_internals.transforms_are_active() or not self.open:
                     return build()
                 # Inside of a checkpoint the hooks would keep this graph for a pass in which it is not built again.
                 with _as_for_training(True), saved_tensors_hooks(_same, _same):
                     made = build()
-                    weight = self.weights[cache, key] = _Weight(self, made.detach(), free, build)
+                    weight = self.weights[cache, key] = _Weight(self, made.detach(), slots, names, build)
                 self.batches.append((made, [weight]))
             weight.check()
-            return weight.handed if torch.is_grad_enabled() else weight.exact.detach()
+            if not _wanted(free):
+                return weight.exact.detach()
+            if [tensor.requires_grad for tensor in free] != weight.trains:
+                return build()  # some are frozen for this pass only, whose gradients go their own way
+            return weight.handed
 
     def close(self) -> None:
         """Hand out no more."""
@@ -253,11 +258,12 @@ class _Block:
                 "ts.built(model, group) was entered without gradients, so that nothing was shared, but backward passes "
                 "ran in it: enter it with gradients enabled"
             )
-        inputs = {id(tensor): tensor for weight in met for tensor in weight.free if tensor.requires_grad}
+        inputs = list(dict.fromkeys(tensor for weight in met for tensor in weight.trained))
         if met:
             # Only to the free tensors of these: of a batch, others would get zeros where they have None.
             made, grads = self._gradients_of_batches({weight: weight.total() for weight in met})
-            torch.autograd.backward(made, grads, inputs=list(inputs.values()))
+            with _unfrozen(inputs):
+                torch.autograd.backward(made, grads, inputs=inputs)
         if self.ranks is not None and self.differentiable:
             self._average(self.ranks, shared)
 
@@ -300,28 +306,29 @@ class _Block:
         own = {w: total / ranks.size for (w, owner), total in zip(pairs, sums, strict=True) if owner == ranks.rank}
         found: dict[Tensor, Tensor] = {}
         if own:
-            targets = {tensor: self.stand_ins[tensor] for w in own for tensor in w.free if tensor.requires_grad}
+            targets = {tensor: self.stand_ins[tensor] for weight in own for tensor in weight.trained}
             made, grads = self._gradients_of_batches(own)
             crossed = torch.autograd.grad(made, list(targets.values()), grads, materialize_grads=True)
             found = dict(zip(targets, crossed, strict=True))
         if not self.owner_only:
-            trained = ((tensor, owner) for weight, owner in pairs for tensor in weight.free if tensor.requires_grad)
-            wanted = list(dict.fromkeys(trained))
+            wanted = list(dict.fromkeys((tensor, owner) for weight, owner in pairs for tensor in weight.trained))
             mine = [found[tensor] if owner == ranks.rank else tensor.detach() for tensor, owner in wanted]
             given = ranks.broadcast(mine, [owner for _, owner in wanted])
             found = {}
             for (tensor, _), grad in zip(wanted, given, strict=True):
                 found[tensor] = found[tensor] + grad if tensor in found else grad
         if found:
-            torch.autograd.backward(list(found), list(found.values()))  # calls the hooks of the free tensors
+            with _unfrozen(found):
+                torch.autograd.backward(list(found), list(found.values()))  # calls the hooks of the free tensors
 
     def forget(self) -> None:
         """Let go of the weights: passes that were not differentiated hold on to what hands them out."""
-        for weight in self.weights.values():
-            del weight.exact, weight.handed, weight.gathered
-        self.weights.clear()
-        self.batches.clear()
-        self.stand_ins.clear()
+        with self.lock:
+            for weight in self.weights.values():
+                del weight.exact, weight.handed, weight.gathered
+            self.weights.clear()
+            self.batches.clear()
+            self.stand_ins.clear()
 
 
 class _Weight:
@@ -330,18 +337,24 @@ class _Weight:
     Args:
         block: which hands it out.
         exact: the weight.
-        free: what it was built from.
+        slots: what holds the free tensors that it was built from.
+        names: of these.
         build: builds it again.
     """
 
-    def __init__(self, block: _Block, exact: Tensor, free: Sequence[Tensor], build: Callable[[], Tensor]) -> None:
-        self.block, self.exact, self.free, self.build = block, exact, free, build
-        self.states = [state_of(tensor) for tensor in free]
+    def __init__(
+        self, block: _Block, exact: Tensor, slots: Slots, names: Sequence[str], build: Callable[[], Tensor]
+    ) -> None:
+        self.block, self.exact, self.slots, self.names, self.build = block, exact, slots, names, build
+        self.free: list[Tensor] = list(parameters_of(slots, names))
+        self.states = [_state(tensor) for tensor in self.free]
+        self.trains = [tensor.requires_grad for tensor in self.free]
+        self.trained = [tensor for tensor in self.free if tensor.requires_grad]
         self.gathered: Tensor | None = None
         # A pass runs the hooks of all leaves that it reaches, also without a gradient: those of users, and DDP's.
-        hooked = any(tensor._backward_hooks for tensor in free)
+        hooked = any(tensor._backward_hooks or tensor._post_accumulate_grad_hooks for tensor in self.free)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self.reached = [] if hooked or distributed else list(free)
+        self.reached = [] if hooked or distributed else self.free
         self.handed: Tensor = apply_function(_HandOut, self, block.anchor, *self.reached)
 
     def check(self) -> None:
@@ -350,13 +363,13 @@ class _Weight:
         Raises:
             RuntimeError: if one was.
         """
-        if any(state_of(tensor) != state for tensor, state in zip(self.free, self.states, strict=True)):
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.free)
-            raise RuntimeError(
-                f"a free tensor (of shape {shapes}) was changed in place inside of `with ts.built(model)`, so that "
-                "the weight that was built from it is out of date: step the optimizer, clip and initialise outside of "
-                "the block"
-            )
+        for name, tensor, state in zip(self.names, self.free, self.states, strict=True):
+            if self.slots.get(name) is not tensor or _state(tensor) != state:
+                raise RuntimeError(
+                    f"a free tensor (of shape {tuple(tensor.shape)}) was changed in place inside of "
+                    "`with ts.built(model)`, moved or replaced, so that the weight that was built from it is out of "
+                    "date: step the optimizer, load, move and initialise outside of the block"
+                )
 
     def total(self) -> Tensor:
         """Return the sum of the gradients that gathered, which may be none."""
@@ -374,7 +387,7 @@ class _Weight:
             return (None,) * len(leaves)
         differentiated = torch.is_grad_enabled()
         with self.block.lock:
-            if self.block.open and not differentiated and not _asked_for(leaves):
+            if self.block.open and not differentiated and _all_run(leaves):
                 wide = grad.float() if grad.element_size() < 4 else grad  # the sum of many
                 self.gathered = wide if self.gathered is None else self.gathered + wide
                 return (None,) * len(leaves)
@@ -391,15 +404,27 @@ class _Weight:
         return tuple(None if leaf is None else next(found) for leaf in leaves)
 
 
-def _asked_for(leaves: Sequence[Any]) -> bool:
-    """Whether ``torch.autograd.grad`` wants the gradient of one of these leaves in the pass that runs."""
+def _state(tensor: Tensor) -> tuple[int, ...]:
+    return tensor.data_ptr(), *state_of(tensor)
+
+
+def _all_run(leaves: Sequence[Any]) -> bool:
+    """Whether the pass that runs brings gradients to all of these leaves, as plain ``backward`` does."""
     try:
-        for leaf in leaves:
-            if leaf is not None:
-                torch_internals.will_run(leaf)
-    except RuntimeError:  # torch answers for leaves in `backward` only
-        return True
-    return False
+        return all(torch_internals.will_run(leaf) for leaf in leaves if leaf is not None)
+    except RuntimeError:  # torch.autograd.grad, where torch does not answer for leaves
+        return False
+
+
+@contextmanager
+def _unfrozen(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Let tensors that were frozen after some passes take the gradients of these."""
+    frozen = [tensor.requires_grad_() for tensor in tensors if not tensor.requires_grad]
+    try:
+        yield
+    finally:
+        for tensor in frozen:
+            tensor.requires_grad_(False)
 
 
 class _HandOut(torch.autograd.Function):

@@ -141,8 +141,8 @@ class Caching(nn.Module):
                 return build()
             wanted = wanted or tensor.requires_grad
         kept = self.cache if cache is None else cache
-        if self.block is not None:
-            return self.block.weight(build, kept, slots, names, key)
+        if (block := self.block) is not None:  # another thread may close it
+            return block.weight(build, kept, slots, names, key)
         if wanted and (self.training or torch.is_grad_enabled()):
             return build()
         return kept.get(build, slots, names, key)
