@@ -577,7 +577,7 @@ def _attack_batch(
 
 
 def _answer(model: nn.Module, images: Tensor) -> Any:
-    """What the model returns for images that it sees for the first time, which may be of a shape that it cannot take.
+    """Return the answer to images that the model sees for the first time, and whose shape it may not take.
 
     Raises:
         ValueError: if the model raises anything but that there is no memory left.

@@ -166,7 +166,7 @@ def _class_names(train: Path) -> tuple[str, ...]:
 
 
 def _by_class(base: Path, split: str, classes: tuple[str, ...], size: int, resize: int) -> FolderSet:
-    """A folder a class, each of which holds images itself or in a folder ``images``."""
+    """Return the folder of each class, which holds images itself or in a folder ``images``."""
     folder = base / split
     if not folder.is_dir():
         raise ValueError(f"{folder}: expected this folder with a folder of images for each class, found none")
@@ -242,7 +242,7 @@ def _annotated(base: Path, annotations: Path, classes: tuple[str, ...], size: in
 
 
 def _open(file: str, decode: bool) -> Image.Image:
-    """The image as RGB, or only its header."""
+    """Return the image as RGB, or only its header."""
     pillow: Any = _pillow()
     try:
         with open_file(file) as content:

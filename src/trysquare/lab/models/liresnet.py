@@ -25,7 +25,7 @@ class Amplified(nn.Sequential):
         self.factor = factor
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """The layers, times the factor."""
+        """Return the layers, times the factor."""
         return super().forward(input) * self.factor
 
     def extra_repr(self) -> str:
@@ -46,7 +46,7 @@ def liresnet(
     padding_mode: str = "circular",
     centering: str | None = None,
 ) -> Body:
-    """The paper's ``robust*``: LiResNet without residual connections, 85.3 % on CIFAR-10, 75.0 % certified at 36/255.
+    """Return the paper's ``robust*``, LiResNet without residual connections: 85.3 % on CIFAR-10, 75.0 % at 36/255.
 
     As the paper says, the skip connections are gone and each of the ``depth`` convolutions is followed by a constant
     factor of 1.15. That factor makes the Lipschitz constant ``1.15 ** depth`` (5.35) instead of 1: certificates divide

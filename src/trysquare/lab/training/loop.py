@@ -299,7 +299,7 @@ class Training:
         """Evaluate the weights as they are now, on the shares of all processes.
 
         Certified accuracies use the Lipschitz bound of these weights. They leave out what ``ts.certify`` does on top:
-        it takes off the error of evaluation, which is about 1e-6.
+        it subtracts the error of evaluation, which is about 1e-6.
         """
         epsilons = self.recipe.evaluate.epsilons
         counts = torch.zeros(3 + len(epsilons), dtype=torch.float64)

@@ -185,7 +185,7 @@ class OrthogonalConvolution(Isometry, ParametrizedWeight):
         raise NotImplementedError
 
     def inverse(self) -> nn.Module:
-        """Return the exact inverse, which takes off the bias and applies the adjoint; it shares all parameters.
+        """Return the exact inverse, which subtracts the bias and applies the adjoint; it shares all parameters.
 
         Raises:
             ValueError: if the layer is not square (it does not map to as many numbers as it reads), or not orthogonal.

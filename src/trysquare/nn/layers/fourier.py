@@ -289,7 +289,7 @@ class _FourierConvolution(Isometry, ImageSized):
         return twin.train(self.training)
 
     def inverse(self) -> nn.Module:
-        """Return the exact inverse, which takes off the bias and applies the adjoint; it shares all parameters.
+        """Return the exact inverse, which subtracts the bias and applies the adjoint; it shares all parameters.
 
         Raises:
             ValueError: if the layer is not square.

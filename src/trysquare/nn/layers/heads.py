@@ -59,7 +59,7 @@ class UnitRows(Parametrization):
             )
 
     def solve(self, weight: Tensor) -> list[Tensor]:
-        """The weight itself."""
+        """Return the weight itself."""
         return [weight]
 
     def extra_repr(self) -> str:

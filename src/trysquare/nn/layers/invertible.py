@@ -78,7 +78,7 @@ class AffineInverse(Isometry, nn.Module):
         self.dims = dims
 
     def forward(self, y: Tensor) -> Tensor:
-        """Take off the bias, then apply the adjoint."""
+        """Subtract the bias, then apply the adjoint."""
         return self.adjoint(y - self.bias.view(-1, *(1,) * self.dims))
 
     def inverse(self) -> nn.Module:
@@ -89,7 +89,7 @@ class AffineInverse(Isometry, nn.Module):
         return cast("nn.Module", twin)
 
     def as_torch(self) -> nn.Module:
-        """Return a layer that takes off the bias (a convolution with one tap of 1), and the plain adjoint."""
+        """Return a layer that subtracts the bias (a convolution with one tap of 1), and the plain adjoint."""
         layer: Any = self.adjoint
         plain, channels = layer.as_torch(), len(self.bias)
         shift: nn.Module

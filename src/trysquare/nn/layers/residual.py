@@ -184,7 +184,7 @@ class L2Residual(_Residual):
         self.angle = nn.Parameter(torch.tensor(number("angle", angle), device=device, dtype=dtype))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Norm of skip and branch, entry by entry."""
+        """Return the norm of skip and branch, entry by entry."""
         angle = _exact(self.angle)
         skip, branch = self._skip(input), self.branch(input)
         _same_shape(skip, branch)

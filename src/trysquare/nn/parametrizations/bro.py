@@ -70,7 +70,7 @@ class BRO(AOC):
         return reflect(reflect(start, first), second)[..., :columns]
 
     def reconditioned_matrix(self, *free: Tensor) -> list[Tensor]:
-        """A reflector only depends on the span."""
+        """Return others of the same span: a reflector depends on nothing else."""
         return [recondition(rows, orthonormal_rows(rows)) for rows in free]
 
     @property

@@ -80,7 +80,7 @@ def finite_weight(weight: object, shape: Sequence[int]) -> Tensor:
 def nearest_free_tensors(
     weight: Tensor, parametrization: Parametrization, present: Sequence[Tensor], starts: int, steps: int
 ) -> tuple[list[Tensor], float]:
-    """Free tensors whose weight is near ``weight``, and how far it is, relative to the norm of ``weight``.
+    """Return free tensors whose weight is near ``weight``, and how far it is, relative to the norm of ``weight``.
 
     Args:
         weight: what to be near to.

@@ -25,7 +25,7 @@ from trysquare.verify.lipschitz.graph import NoRuleError, class_name
 
 
 def input_like(model: nn.Module) -> Tensor:
-    """A tensor of the dtype and device that the model's inputs should have: those of its first weight.
+    """Return a tensor of the dtype and device that the model's inputs should have: those of its first weight.
 
     Free tensors of our layers may be longer than the weight that is made of them, so they are asked last.
     """
