@@ -76,7 +76,7 @@ def save_checkpoint(
 
 
 def _sealed(content: bytes) -> bytes:
-    """Return the same with its digest in the place of zeros."""
+    """Return the same with its digest in place of zeros."""
     place = _digest_place(content)
     digest = hashlib.sha256(content).hexdigest().encode()
     return content[:place] + digest + content[place + len(digest) :]

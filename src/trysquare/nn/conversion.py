@@ -250,9 +250,9 @@ class _Converter:
         return Request(module, given, self._value(node), self._channel_axis(node), self.options)
 
     def _put(self, node: fx.Node, module: nn.Module, *args: fx.node.Argument) -> None:
-        """Call a module in the place of ``node``, with ``args``, or what it was given.
+        """Call a module in place of ``node``, with ``args``, or what it was given.
 
-        It is kept where the old module was, or, in the place of a call, where that was made. A module that is used
+        It is kept where the old module was, or, in place of a call, where that was made. A module that is used
         several times and becomes several is counted up.
         """
         path = str(node.target) if node.op == "call_module" else _within(node, _name(node))

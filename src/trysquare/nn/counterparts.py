@@ -32,7 +32,7 @@ _ORTHOGONAL = "orthogonal, same geometry"
 UNKNOWN = "no 1-Lipschitz counterpart is known"
 _MEANS = "scaled to norm 1: means attenuate"
 Replacement = tuple[nn.Module | None, str]
-"""A module to put in the place of another one (``None``: it stays), and why."""
+"""A module to put in place of another one (``None``: it stays), and why."""
 
 
 class NotConvertibleError(ValueError):

@@ -35,7 +35,7 @@ _HEADERS_PER_CLASS = 8
 _LAST_BYTES = (b"\xff\xd9", b"IEND\xaeB`\x82")
 _HAVE_LAST_BYTES = (".jpeg", ".jpg", ".png")
 CHECKED = (
-    f"every file's size, the end of every JPEG and PNG, and the headers of {_HEADERS_PER_CLASS} images a class, "
+    f"every file's size, the end of every JPEG and PNG, and the headers of {_HEADERS_PER_CLASS} images per class, "
     "not the pixels"
 )
 

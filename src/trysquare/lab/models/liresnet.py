@@ -56,7 +56,7 @@ def liresnet(
     four there are 47.5 M.
 
     LiResNet itself has linear residual blocks, ``x + conv(x)`` rescaled: a convolution that starts at the identity,
-    here with AOL's scale in the place of a power iteration. It has 83 M parameters, as published. BRONet has block
+    here with AOL's scale in place of a power iteration. It has 83 M parameters, as published. BRONet has block
     reflectors, and ours 64 M parameters where 68 M are published.
 
     Args:

@@ -1,4 +1,4 @@
-"""Layers in the place of calls: sums, concatenations, means and scales of converted networks (``nn.conversion``).
+"""Layers in place of calls: sums, concatenations, means and scales of converted networks (``nn.conversion``).
 
 If every value in a network depends on the input in a 1-Lipschitz way, then so does each of these: a sum whose weights
 add up to 1, values side by side divided by the root of their number, a mean subtracted.

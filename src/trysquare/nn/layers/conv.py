@@ -199,8 +199,9 @@ class OrthogonalConvolution(Isometry, ParametrizedWeight):
         if not geometry.square:
             needed = geometry.group_in * prod(geometry.stride)
             raise ValueError(
-                f"only a square layer has an inverse: {geometry.group_in} channels a group at stride={geometry.stride} "
-                f"would need {needed} on the other side, not {geometry.group_out}; .adjoint() is a one-sided inverse"
+                f"only a square layer has an inverse: {geometry.group_in} channels per group at stride="
+                f"{geometry.stride} would need {needed} on the other side, not {geometry.group_out}; .adjoint() is a "
+                "one-sided inverse"
             )
         if not self._keeps_all_outputs:
             raise ValueError(

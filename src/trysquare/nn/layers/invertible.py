@@ -276,7 +276,7 @@ class _Weights:
 
 
 class _Lender:
-    """Stands in the place of the open block of one part: builds by that, if there was one, but once."""
+    """Stands in place of the open block of one part: builds by that, if there was one, but once."""
 
     def __init__(self, weights: _Weights, around: OpenBlock | None) -> None:
         self.weights, self.around = weights, around

@@ -26,7 +26,7 @@ Shapes = list[Shape] | dict[str, Shape]
 Inputs = list[Tensor] | dict[str, Tensor]
 """What a model is called with, by position or by name."""
 Arguments = dict[str, Any]
-"""Arguments of a call by name: numbers, dtypes, lists, ``None``, tensors, and ``Value`` in the place of some."""
+"""Arguments of a call by name: numbers, dtypes, lists, ``None``, tensors, and ``Value`` in place of some."""
 
 
 class NoRuleError(ValueError):

@@ -61,7 +61,7 @@ class Slot:
 
 
 Change = Callable[[str, Any], object]
-"""What to put in the place of a leaf of an argument, from the name of the argument and the leaf."""
+"""What to put in place of a leaf of an argument, from the name of the argument and the leaf."""
 
 
 @dataclass(eq=False)
@@ -116,8 +116,8 @@ class Step:
         """Carry out a call that moves numbers on something else in their place.
 
         Args:
-            payload: what is in the place of a value (a ``Slot``) or a constant tensor.
-            number: what is in the place of a number that is written.
+            payload: what is in place of a value (a ``Slot``) or a constant tensor.
+            number: what is in place of a number that is written.
         """
 
         def change(name: str, leaf: object) -> object:

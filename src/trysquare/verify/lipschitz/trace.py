@@ -54,7 +54,7 @@ class TakesTokens(Exception):  # noqa: N818
 
 
 class Traced(Tensor):
-    """What a model gets in the place of everything that a pass makes: shape and dtype, but no memory.
+    """What a model gets in place of everything that a pass makes: shape and dtype, but no memory.
 
     Attributes:
         functional: torch's functional tensor.
