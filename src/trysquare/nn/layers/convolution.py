@@ -301,7 +301,7 @@ def in_format_of(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _around(x: Tensor, pads: list[int]) -> Tensor:
-    if torch_internals.graph_recorder() is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and torch_internals.graph_recorder() is not None:
         # torch.func.linearize loses what is written into views.
         return circular_pad(x, tuple(zip(pads[-2::-2], pads[::-2], strict=True)))
     return in_format_of(x, F.pad(x, pads, mode="circular"))
