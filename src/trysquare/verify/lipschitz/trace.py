@@ -60,7 +60,7 @@ class TakesTokens(Exception):  # noqa: N818
 
 
 class Traced(Tensor):
-    """What a model gets in the place of everything that a pass makes: shape and dtype, but no memory.
+    """What a model gets in place of everything that a pass makes: shape and dtype, but no memory.
 
     Attributes:
         functional: torch's functional tensor.
@@ -278,9 +278,9 @@ class Tracer(TorchDispatchMode):
         return self._written(op, func, args, kwargs, written)
 
     def _written(self, op: str, func: Operator, args: Args, kwargs: Kwargs, written: list[Tensor]) -> Tensor:
-        """A call in place."""
+        """Return a call in place."""
         if len(written) > 1 or not args or written[0] is not args[0] or not op.endswith("_"):
-            raise NoRuleError(f"{func} writes into out=..., which has no rule ({user_line()}); leave out= away")
+            raise NoRuleError(f"{func} writes into out=..., which has no rule ({user_line()}); do without out=")
         if torch.Tag.inplace_view in func.tags and not (op == "as_strided_" and _same_place(*args)):
             raise NoRuleError(
                 f"{op} changes a shape in place ({user_line()}), which cannot be followed; use {op[:-1]} (torch's "
@@ -300,7 +300,7 @@ class Tracer(TorchDispatchMode):
         return target
 
     def _own(self, op: str, made: object, known: set[int]) -> object:
-        """A new constant, that values may be written into; other names of what was there stay what they are."""
+        """Return a new constant, that values may be written into; other names of what was there stay what they are."""
         if not isinstance(made, Tensor) or _address(made) < 0 or _address(made) in known:
             return made
         if not self.recording:
@@ -379,7 +379,7 @@ class Tracer(TorchDispatchMode):
         return result
 
     def _value(self, tensor: object) -> Recorded | None:
-        """What is inside of an argument or result, if it depends on the input."""
+        """Return what is inside of an argument or result, if it depends on the input."""
         before, self.recorder.busy = self.recorder.busy, True
         inside = tensor.inside if isinstance(tensor, Traced) else None
         self.recorder.busy = before
@@ -387,7 +387,7 @@ class Tracer(TorchDispatchMode):
 
 
 def _functional(func: Operator, args: Args, kwargs: Kwargs) -> object:
-    """A call by torch's functionalization, on functional tensors."""
+    """Return a call by torch's functionalization, on functional tensors."""
     inside = tree_map(lambda leaf: leaf.functional if isinstance(leaf, Traced) else leaf, (args, kwargs))
     return torch_internals.functionalized(func, *inside)
 
@@ -405,7 +405,7 @@ def _named(func: Operator, args: Args, kwargs: Kwargs) -> Arguments:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where the memory of a tensor is; -1 of one that has none, which no pass is known to have made."""
+    """Return where the memory of a tensor is; -1 of one that has none, which no pass is known to have made."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse ones, and wrappers
