@@ -181,6 +181,11 @@ ONE = {
     "scatter_add": lambda c, d: lambda v: v.new_ones(v[:, :2].shape).scatter_add(1, (torch.arange(v[0].numel()) % v[:, :2].shape[1]).view(1, *v.shape[1:]).expand(v.shape), v),
     "accumulated": lambda c, d: lambda v: v.index_put((torch.arange(len(v))[:, None], torch.zeros(1, 2, dtype=torch.long)), v[:, -2:], accumulate=True) if v.shape[1] > 1 else v,
     "recurrence": lambda c, d: lambda v: _recurrence(v, c),
+    "bell": lambda c, d: lambda v: (-(v.tanh() ** 2)).exp(), "log": lambda c, d: lambda v: (v.abs() + abs(c) + 0.1).log(),
+    "inverse": lambda c, d: lambda v: c / (v.clamp_min(-1) + 1.25), "root of clamped": lambda c, d: lambda v: v.clamp(0.25, 3 + c).sqrt(),
+    "power": lambda c, d: lambda v, n=d.choice([2, 3, -1, 0.5, 1.5, -2.5]): (v.sigmoid() + (c > 0)) ** n, "cosh": lambda c, d: lambda v: (c * v.sin()).cosh(),
+    "exp of a mean": lambda c, d: lambda v: (c * v.clamp(-2, 1)).mean(1, True).exp(), "rsqrt": lambda c, d: lambda v: (v.relu() + 0.5).rsqrt() - 0 * v,
+    "power of a shifted one": lambda c, d: lambda v: (2 - c * v.softmax(-1)).maximum(v.tanh()) ** 3,
     "vmap": lambda c, d: torch.vmap(lambda row: row * 2), "batch write": lambda c, d: lambda v: v.index_put((torch.tensor([0]),), v[:1] * c),
 }  # fmt: skip
 TWO = {
@@ -189,6 +194,7 @@ TWO = {
     "add_": lambda c: lambda v, w: v.add_(w, alpha=c), "copy_": lambda c: lambda v, w: v[:, :1].copy_(w[:, :1]),
     "stack": lambda c: lambda v, w: torch.stack([v, w], 1).flatten(1, 2), "product": lambda c: lambda v, w: v * w,
     "mix": lambda c: lambda v, w: torch.lerp(v, w, 0.25), "where": lambda c: lambda v, w: torch.where(v > w, v, w),
+    "exp of two": lambda c: lambda v, w: torch.exp(v.clamp_max(0.5) - c * w.sigmoid()),
     "logaddexp": lambda c: torch.logaddexp, "logaddexp2": lambda c: lambda v, w: torch.logaddexp2(c * v, w),
     "both": lambda c: lambda v, w: torch.cat([torch.max(v, w), torch.min(v, w)], 1),
 }  # fmt: skip

@@ -75,7 +75,7 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of a file in a folder that somebody else may have made, to write to.
+    """Return the path of a file in a folder that somebody else may have made, to write to.
 
     Raises:
         ValueError: if it, or a folder on the way to it, is a symbolic link, which may lead out of the folder or onto
@@ -109,7 +109,7 @@ def open_file(path: str | os.PathLike[str]) -> BufferedReader:
 
 
 def read_file(path: str | os.PathLike[str], most: int = LARGEST_TEXT) -> bytes:
-    """All bytes of a regular file.
+    """Return all bytes of a regular file.
 
     Raises:
         ValueError: if it is something else than a file, or has more than ``most`` bytes; it names the file.

@@ -156,7 +156,7 @@ def computes_by_itself(tensor: torch.Tensor) -> bool:
 
 
 def function_modes() -> int:
-    """How many modes see calls of torch's Python functions, and may change what these compute.
+    """Return how many modes see calls of torch's Python functions, and may change what these compute.
 
     Those that only say on which device tensors are made are not counted.
     """

@@ -95,7 +95,7 @@ _LONGEST_MESSAGE, _KEPT_OF_MESSAGE = 2000, 900
 
 
 def _brief(message: str) -> str:
-    """A message on one line, without the middle of what is too long to be read.
+    """Return a message on one line, without the middle of what is too long to be read.
 
     Names in files of strangers are part of messages, so that what would steer a terminal is left out.
     """

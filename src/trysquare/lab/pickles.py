@@ -104,7 +104,7 @@ def read_pickle(
     stand_ins: Mapping[tuple[str, str], object],
     storage: Callable[[object], object] | None = None,
 ) -> Any:
-    """The value of a pickle that holds plain data, and what it makes by the names that it may use.
+    """Return the value of a pickle that holds plain data, and what it makes by the names that it may use.
 
     Args:
         program: the pickle.
@@ -205,7 +205,7 @@ def _require_open(value: _Value, kind: str, parts: list[_Value]) -> None:
 
 
 def _made(kind: str, argument: object, parts: list[_Value], names: Collection[tuple[str, str]]) -> _Value:
-    """A new value, still without its parts."""
+    """Return a new value, still without its parts."""
     if kind == "text":
         assert isinstance(argument, str | bytes)
         return _Value(kind, argument if len(argument) < 200 else None, length=len(argument))
@@ -283,7 +283,7 @@ _LONGEST_AXIS, _MOST_AXES = 2**40, 32
 
 
 def read_archive(content: bytes) -> Any:
-    """What ``torch.save`` wrote: plain data and dense tensors, which come to the processor.
+    """Return what ``torch.save`` wrote: plain data and dense tensors, which come to the processor.
 
     Raises:
         ValueError: if it claims more memory than its length. ``torch.save`` compresses nothing, so whatever is
@@ -346,7 +346,7 @@ class _Archive:
         return read_pickle(self.archive.read(f"{self.folder}/data.pkl"), stand_ins, self.storage)
 
     def storage(self, identity: Any) -> Tensor:
-        """All numbers of a storage, in one axis."""
+        """Return all numbers of a storage, in one axis."""
         kind, dtype, key, _, count = identity
         if kind not in ("storage", b"storage") or not isinstance(dtype, torch.dtype) or type(key) is not str:
             raise ValueError(f"expected the type and name of a storage, found {shown(identity)}")

@@ -80,7 +80,7 @@ class Conversion:
         return [row for row in self.rows if not row.after]
 
     def __str__(self) -> str:
-        """One line for all rows that differ in nothing but where they are."""
+        """Return one line for all rows that differ in nothing but where they are."""
         groups: dict[tuple[str, str, str], list[Change]] = {}
         for row in self.rows:
             groups.setdefault((row.before, row.after or "CANNOT BE CONVERTED", row.why), []).append(row)
@@ -97,7 +97,7 @@ class Conversion:
         return "\n".join("  ".join(line).rstrip() for line in padded)
 
     def __repr__(self) -> str:
-        """The table."""
+        """Return the table."""
         return str(self)
 
 
@@ -151,12 +151,12 @@ def _within(node: fx.Node, name: str) -> str:
 
 
 def _written(node: fx.Node) -> str:
-    """Name of a call as the user wrote it."""
+    """Return the name of a call as the user wrote it."""
     return str(getattr(node.target, "__name__", node.target))
 
 
 def _name(node: fx.Node) -> str:
-    """Name of a call, the same for torch's function, method and operator; with its module if it is not torch's."""
+    """Return the name of a call, the same for function, method and operator, with its module if that is not torch."""
     name = _written(node)
     home = getattr(node.target, "__module__", None) or "torch"
     if node.op == "call_function" and home.split(".")[0] not in ("torch", "_operator", "builtins"):
@@ -213,7 +213,7 @@ class _Converter:
         return any(isinstance(value, Tensor) for value in values) and bool(self._from_input(node))
 
     def _from_input(self, node: fx.Node) -> list[fx.Node]:
-        """The arguments that depend on the input."""
+        """Return the arguments that depend on the input."""
         return [n for n in node.all_input_nodes if n in self.dependent]
 
     def _module(self, node: fx.Node) -> nn.Module:
@@ -228,12 +228,12 @@ class _Converter:
         return tuple(value.shape) if isinstance(value, Tensor) else ()
 
     def _count(self, node: fx.Node) -> int:
-        """How many numbers a node has."""
+        """Return how many numbers a node has."""
         value = self._value(node)
         return sum(v.numel() for v in (value if isinstance(value, tuple | list) else (value,)) if v.is_floating_point())
 
     def _channel_axis(self, node: fx.Node) -> int:
-        """The last axis behind a linear layer; the first one after the batch behind a convolution."""
+        """Return the last axis behind a linear layer; the first one after the batch behind a convolution."""
         while node.op != "placeholder":
             node = self._from_input(node)[0]
             kind = type(self._module(node)).__name__ if node.op == "call_module" else _name(node)
@@ -250,9 +250,9 @@ class _Converter:
         return Request(module, given, self._value(node), self._channel_axis(node), self.options)
 
     def _put(self, node: fx.Node, module: nn.Module, *args: fx.node.Argument) -> None:
-        """Call a module in the place of ``node``, with ``args``, or what it was given.
+        """Call a module in place of ``node``, with ``args``, or what it was given.
 
-        It is kept where the old module was, or, in the place of a call, where that was made. A module that is used
+        It is kept where the old module was, or, in place of a call, where that was made. A module that is used
         several times and becomes several is counted up.
         """
         path = str(node.target) if node.op == "call_module" else _within(node, _name(node))
@@ -287,13 +287,13 @@ class _Converter:
         if new is None:
             return _kind(module), why
         if len(node.args) + len(node.kwargs) > 1:
-            raise NotConvertibleError("it is called with more than its input")
+            raise NotConvertibleError("it is called with other arguments besides its input")
         why += self._tied(path, module) + self._projected(node, module, _last(new))
         self._put(node, new)
         return _kind(_last(new)), why
 
     def _tied(self, where: str, module: nn.Module) -> str:
-        """What to say of a module that shared its weight with another one."""
+        """Return what to say of a module that shared its weight with another one."""
         weight = getattr(module, "weight", None)
         first = self.weights.setdefault(id(weight), where) if isinstance(weight, nn.Parameter) else where
         return "" if first == where else f"; shares its weight with {first} no longer"
@@ -403,7 +403,7 @@ class _Converter:
         dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis", 0))
         dependent = [value for value in values if value in self.dependent]
         if dim % len(self._shape(node)) == 0:
-            raise NotConvertibleError("it joins along the batch")
+            raise NotConvertibleError("it concatenates along the axis of the batch")
         if len(dependent) == 1:
             return _name(node), ""
         origins = [self._origin(value) for value in dependent]
@@ -439,7 +439,7 @@ class _Converter:
 
     def _call_max(self, node: fx.Node) -> tuple[str, str]:
         if len(self._from_input(node)) > 1:
-            raise NotConvertibleError("of two values that depend on the input; MaxMin in one call is ts.MaxMin")
+            raise NotConvertibleError("it compares two values that depend on the input; ts.MaxMin keeps both of them")
         if self._count(node) > self._count(self._from_input(node)[0]):
             raise NotConvertibleError("it copies values")
         return _name(node), "1-Lipschitz as it is"
@@ -451,7 +451,7 @@ class _Converter:
         return "getitem", ""
 
     def _call_getattr(self, node: fx.Node) -> tuple[str, str]:
-        raise NotConvertibleError(f"the attribute {node.args[1]!r} of a tensor")
+        raise NotConvertibleError(f"it reads the attribute {node.args[1]!r} of a tensor")
 
     def _call_pad(self, node: fx.Node) -> tuple[str, str]:
         found = _arguments(node, "pad mode value", self.model)
@@ -476,7 +476,7 @@ class _Converter:
     _call_bmm = _call_einsum = _call_mm = _call_scaled_dot_product_attention = _call_matmul
 
     def _weighted(self, node: fx.Node, names: str, build: Callable[..., nn.Module]) -> tuple[str, str]:
-        """A convolution or linear layer whose weight is an argument."""
+        """Return a convolution or linear layer whose weight is an argument."""
         if len(self._from_input(node)) > 1:
             raise NotConvertibleError("its weight depends on the input")
         found = _arguments(node, f"weight bias {names}", self.model)
@@ -524,7 +524,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _last(module: nn.Module) -> nn.Module:
-    """The layer behind padding, if it needs that."""
+    """Return the layer behind padding, if it needs that."""
     return module[-1] if isinstance(module, nn.Sequential) else module
 
 

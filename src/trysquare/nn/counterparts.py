@@ -32,7 +32,7 @@ _ORTHOGONAL = "orthogonal, same geometry"
 UNKNOWN = "no 1-Lipschitz counterpart is known"
 _MEANS = "scaled to norm 1: means attenuate"
 Replacement = tuple[nn.Module | None, str]
-"""A module to put in the place of another one (``None``: it stays), and why."""
+"""A module to put in place of another one (``None``: it stays), and why."""
 
 
 class NotConvertibleError(ValueError):
@@ -230,7 +230,7 @@ def _adaptive_pool(at: Request) -> Replacement:
 
 
 def _most_windows(size: int, out: int) -> int:
-    """Largest number of windows of adaptive pooling that read the same input."""
+    """Return the largest number of windows of adaptive pooling that read the same input."""
     ends = [(o * size // out, -(-(o + 1) * size // out)) for o in range(out)]
     return max(sum(start <= place < end for start, end in ends) for place in range(size))
 

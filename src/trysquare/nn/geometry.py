@@ -232,10 +232,10 @@ class ConvGeometry:
             raise ValueError(self._why_impossible())
         if self.exact and self.inner_channels == 1 and prod(self.reach) == 1 and max(self.kernel_size) > 1:
             raise ValueError(
-                f"nothing to learn: with one channel a group ({self._in_name}={self.in_channels}, "
+                f"nothing to learn: with one channel per group ({self._in_name}={self.in_channels}, "
                 f"{self._out_name}={self.out_channels}, groups={self.groups}) the only orthogonal kernels of size "
                 f"{self.kernel_size} at stride={self.stride}{', parsimonious=True' if self.parsimonious else ''} are "
-                f"signed shifts; use at least 2 channels a group, or a channel multiplier "
+                f"signed shifts; use at least 2 channels per group, or a channel multiplier "
                 f"({self._out_name}={2 * self.in_channels})"
             )
 

@@ -72,7 +72,7 @@ class ProjUNN(torch.optim.Optimizer):
 
     A step approximates the gradient by a matrix of low rank, projects it to the tangent space at the parameter, and
     moves along the geodesic in that direction (the exponential map), at the cost of ``n²`` times the rank. Parameters
-    stay orthogonal to rounding, whatever the step; what rounding adds up is taken off every 100 steps. The vectors that
+    stay orthogonal to rounding, whatever the step; what rounding adds up is removed every 100 steps. The vectors that
     find the low rank depend on the number of the step only, so equal gradients on several ranks make equal steps.
 
     Parameters are batches of square matrices: the recurrent matrix of a network, or the blocks ``(*frequencies, n, n)``
@@ -286,7 +286,7 @@ class _Kept:
                 yield parameter, state[self.name]
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """All parameters that have been trained, each with what is kept."""
+        """Return all parameters that have been trained, each with what is kept."""
         states = self.optimizer.state
         return [(p, states[p][self.name]) for p in self._parameters() if p in states and self.name in states[p]]
 

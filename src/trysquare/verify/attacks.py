@@ -124,7 +124,7 @@ def _check_attacked(model: nn.Module, images: Tensor, box: Box) -> None:
     if box is None:
         return
     if not isinstance(box, tuple | list) or len(box) != 2 or not all(map(_is_number, box)):
-        raise ValueError(f"box={shown(box)} must be a smallest and a largest value of a pixel, or None")
+        raise ValueError(f"box={shown(box)} must be the smallest and the largest value of a pixel, or None")
 
 
 def _is_number(value: object) -> bool:
@@ -215,7 +215,7 @@ def _checked_radii(radius: float | Tensor, images: Tensor, box: Box) -> Tensor:
         return radii.expand(len(images))
     low, high = box
     if not low < high:
-        raise ValueError(f"box={box} must be a smallest and a largest value of a pixel")
+        raise ValueError(f"box={box} must be the smallest and the largest value of a pixel")
     if images.numel() and not low <= float(images.min()) <= float(images.max()) <= high:
         raise ValueError(
             f"images from {float(images.min()):g} to {float(images.max()):g} must be inside of box={box}; give their "
@@ -577,7 +577,7 @@ def _attack_batch(
 
 
 def _answer(model: nn.Module, images: Tensor) -> Any:
-    """What the model returns for images that it sees for the first time, which may be of a shape that it cannot take.
+    """Return the answer to images that the model sees for the first time, and whose shape it may not take.
 
     Raises:
         ValueError: if the model raises anything but that there is no memory left.

@@ -8,7 +8,7 @@ errors of that evaluation (``lipschitz.evaluate``).
 
 What is measured, not proved. The model as it runs has rounding errors of its dtype, at ``x`` and at ``x'``. How far its
 margins are from those in float64 is measured on some of the images and on noisy copies of them, and reported beside the
-radii: ``program_radii`` are those with twice the largest difference that was seen taken off the margins too.
+radii: ``program_radii`` are those with twice the largest difference that was seen also subtracted from the margins.
 """
 
 from __future__ import annotations
@@ -241,9 +241,9 @@ class Certificate:
         epsilons: radii that ``print`` and ``to_json`` show.
         lipschitz: certified bound that the radii come from: of all logits, or with ``pairwise`` of the features.
         pairwise: whether the last layer was used pair by pair of classes.
-        rounding: largest bound on the rounding error of a margin in float64, which is taken off: proved.
+        rounding: largest bound on the rounding error of a margin in float64, which is subtracted: proved.
         reserves: how much shorter the radii are for the model as it runs, where twice ``evaluation_error``, and one
-            rounding of the logits, is also taken off the margins: measured, not proved.
+            rounding of the logits, is also subtracted from the margins: measured, not proved.
         evaluation_error: largest difference between a margin of the model as it runs and in float64, seen at some of
             the images and at noisy copies of them.
         measured_samples: number of those images.
@@ -336,7 +336,7 @@ class Certificate:
         )
         return (
             f"{table}\n{len(self.radii)} samples; Lipschitz bound {self.lipschitz:.6g} ({constant}); rounding of "
-            f"margins at most {self.rounding:.1e}, taken off\n{measured}"
+            f"margins at most {self.rounding:.1e}, subtracted\n{measured}"
         )
 
 
@@ -533,10 +533,10 @@ def batches_of(data: Data, batch_size: int) -> tuple[Batches, int]:
         for name, tensor in (("images", images), ("labels", labels)):
             require_dense(name, tensor)
             if not tensor.ndim:
-                raise ValueError(f"{name} must be a batch, and are a single number")
+                raise ValueError(f"{name} must be a batch, not a single number")
         batch_size = min(batch_size, max(1, len(images)))
         if len(images) != len(labels):
-            raise ValueError(f"{len(images)} images and {len(labels)} labels must be as many of one as of the other")
+            raise ValueError(f"{len(images)} images and {len(labels)} labels: there must be one label for each image")
         batches: Any = list(zip(images.split(batch_size), labels.split(batch_size), strict=True))
     else:
         batches = DataLoader(data, batch_size) if isinstance(data, Dataset) else data

@@ -39,7 +39,7 @@ def test_held_out_images_are_not_trained_with_and_not_test_images(tmp_path):
 def test_some_images_must_be_left_to_train_with(count):
     with pytest.raises(ValueError, match="less than the 1442 training images"):
         load_images(recipe(**{"data.validation": count}), "train")
-    with pytest.raises(ValueError, match="holds no images out"):
+    with pytest.raises(ValueError, match="holds out no training images"):
         load_images(recipe(), "validation")
 
 

@@ -281,6 +281,47 @@ def test_weights_that_are_not_finite_are_refused_wherever_they_are(bad):
             getattr(layer, name).data = kept
 
 
+def _parts(split):
+    def function(x):
+        y = x * 1
+        for part in split(y.view(-1), x.shape[1]):
+            part.add_(1000 * F.relu(part - 50))
+        return y
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        torch.unsafe_split, lambda y, size: torch.unsafe_chunk(y, len(y) // size),
+        lambda y, size: torch.ops.aten.unsafe_split_with_sizes(y, [size] * (len(y) // size)), torch.split,
+    ],
+)  # fmt: skip
+def test_parts_that_share_memory_are_written_to_whatever_torch_calls_them(split):
+    # Torch's functionalization takes the unsafe ones for copies.
+    model = of(_parts(split))
+    image = torch.full((1, 4), 60.0, dtype=DOUBLE)
+    assert float((model(image + 1) - model(image)).norm()) / 2 <= ts.lipschitz_bound(model, (4,))
+
+
+def test_operators_that_share_memory_in_secret_are_refused():
+    with torch.library._scoped_library("trysquare_tests", "DEF") as library:
+        library.define("same(Tensor x) -> Tensor")
+        library.impl("same", lambda x: x.view(x.shape), "CompositeExplicitAutograd")
+
+        class Known(nn.Module):
+            def forward(self, x):
+                y = x * 1
+                torch.ops.trysquare_tests.same(y).add_(1000 * F.relu(y - 50))
+                return y
+
+        ts.lipschitz.rule(Known)(lambda layer, shape: 1001.0)
+        for model in (Known(), of(Known().forward)):
+            with pytest.raises(NoRuleError, match=r"does not say so|no Lipschitz rule"):
+                ts.lipschitz_bound(model, (4,))
+
+
 def of(function):
     """A network that is a function, in float64."""
     return Fn(lambda m, x: function(x), p=torch.zeros(1, dtype=DOUBLE))

@@ -174,6 +174,45 @@ def test_exact_values_are_rounded_up_not_down():
         assert bound(function, (1,)) ** 2 >= round(value**2 * 7) / 7 * (1 - 2**-60) or value < 1
 
 
+# Functions whose slope depends on the numbers that they get, and the largest slope between these.
+BETWEEN = {
+    "log": (lambda m, x: x.clamp_min(1).log(), 1.0), "log1p": (lambda m, x: x.relu().log1p(), 1.0),
+    "inverse": (lambda m, x: 1 / (1 + x.abs()), 1.0), "exp": (lambda m, x: (-x.relu()).exp(), 1.0),
+    "exp of a maximum": (lambda m, x: torch.exp(1 - torch.maximum(x.abs(), m.half)), math.sqrt(math.e)),
+    "root": (lambda m, x: (x.abs() + 0.25).sqrt(), 1.0), "inverse root": (lambda m, x: (x.relu() + 1).rsqrt(), 0.5),
+    "power": (lambda m, x: x.clamp(-2, 1) ** 3, 12.0), "square": (lambda m, x: (x.clamp(-1, 2) - 1).square(), 4.0),
+    "negative power": (lambda m, x: (2 + x.tanh()) ** -1.5, 1.5),
+    "sinh": (lambda m, x: x.clamp(-3, 2).sinh(), math.cosh(3)),
+    "cosh": (lambda m, x: x.clamp(-1, 2).cosh(), math.sinh(2)),
+    "below zero": (lambda m, x: 1 / (x.clamp_max(1) - 3), 0.25),
+    "log10": (lambda m, x: (x.sigmoid() + 1).log10(), 0.25 / math.log(10)),
+    "exp2": (lambda m, x: torch.exp2(3 * x.softmax(1)), 12 * math.log(2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_slopes_between_the_numbers_that_a_function_gets(name):
+    function, slope = BETWEEN[name]
+    half = torch.tensor(0.5, dtype=torch.float64)
+    found, norm = bound(function, (4,), half=half), seen(function, (4,), points=50, half=half)
+    assert norm <= found * (1 + 1e-12)
+    assert found <= slope * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: x.log(), lambda m, x: x.abs().log(), lambda m, x: x.sigmoid().log(), lambda m, x: 1 / x.tanh(),
+        lambda m, x: torch.cat([x.abs() + 1, m.zero.expand(len(x), 1)], 1).log(), lambda m, x: (x.abs() - 1e-9).sqrt(),
+        lambda m, x: (x.tanh() + 1) ** 0.5, lambda m, x: x.relu().exp(), lambda m, x: (x.clamp(-1, 2) + 1) ** -1,
+        lambda m, x: torch.pow(x.clamp(1, 2), x), lambda m, x: 2**x, lambda m, x: (x.sin() + 1 - 1e-12).rsqrt(),
+    ],
+)  # fmt: skip
+def test_where_a_slope_has_no_bound_it_is_refused(function):
+    with pytest.raises(NoRuleError):
+        bound(function, (4,), zero=torch.zeros(1, 1))
+
+
 def test_an_index_may_be_shorter_than_what_is_scattered():
     def scattered(m, x):  # autograd refuses this, so that there is no Jacobian to compare with
         return x.new_zeros(len(x), 3).scatter_add(1, torch.tensor([[2, 2]]).expand(len(x), -1), x)

@@ -66,7 +66,7 @@ MODELS: dict[str, Builder] = {
 
 
 def build(name: str, input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, **options: object) -> Classifier:
-    """A model by name, for images of any size and any number of classes.
+    """Return a model by name, for images of any size and any number of classes.
 
     Images whose size is not a multiple of the model's total stride get zeros around them, which is an isometry. Use
     ``torch.device`` as a context, or ``.to()``, for another device or dtype.

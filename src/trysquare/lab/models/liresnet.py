@@ -25,7 +25,7 @@ class Amplified(nn.Sequential):
         self.factor = factor
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """The layers, times the factor."""
+        """Return the layers, times the factor."""
         return super().forward(input) * self.factor
 
     def extra_repr(self) -> str:
@@ -46,7 +46,7 @@ def liresnet(
     padding_mode: str = "circular",
     centering: str | None = None,
 ) -> Body:
-    """The paper's ``robust*``: LiResNet without residual connections, 85.3 % on CIFAR-10, 75.0 % certified at 36/255.
+    """Return the paper's ``robust*``, LiResNet without residual connections: 85.3 % on CIFAR-10, 75.0 % at 36/255.
 
     As the paper says, the skip connections are gone and each of the ``depth`` convolutions is followed by a constant
     factor of 1.15. That factor makes the Lipschitz constant ``1.15 ** depth`` (5.35) instead of 1: certificates divide
@@ -56,7 +56,7 @@ def liresnet(
     four there are 47.5 M.
 
     LiResNet itself has linear residual blocks, ``x + conv(x)`` rescaled: a convolution that starts at the identity,
-    here with AOL's scale in the place of a power iteration. It has 83 M parameters, as published. BRONet has block
+    here with AOL's scale in place of a power iteration. It has 83 M parameters, as published. BRONet has block
     reflectors, and ours 64 M parameters where 68 M are published.
 
     Args:

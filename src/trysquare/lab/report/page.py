@@ -263,7 +263,7 @@ def _proved(certificate: Certificate) -> str:
         "Each image has a radius. Add anything to its pixels (from 0 to 1, before any scaling): as long as the change "
         "is shorter than the radius, in Euclidean length, the function that the weights define gives the same class. "
         f"This holds for every attack, known or not. It follows from the weights in use: {source}. It assumes float64 "
-        "arithmetic by IEEE 754. Rounding errors of the evaluation in float64 are bounded, and taken off."
+        "arithmetic by IEEE 754. Rounding errors of the evaluation in float64 are bounded, and subtracted."
     )
 
 

@@ -299,7 +299,7 @@ class Training:
         """Evaluate the weights as they are now, on the shares of all processes.
 
         Certified accuracies use the Lipschitz bound of these weights. They leave out what ``ts.certify`` does on top:
-        it takes off the error of evaluation, which is about 1e-6.
+        it subtracts the error of evaluation, which is about 1e-6.
         """
         epsilons = self.recipe.evaluate.epsilons
         counts = torch.zeros(3 + len(epsilons), dtype=torch.float64)
@@ -376,7 +376,9 @@ class Training:
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{path} does not fit the recipe: {error}") from error
         if epochs < (begun := self.progress.epoch + (self.progress.batch > 0)):
-            raise ValueError(f"train.epochs={epochs}, but the run is in epoch {begun} already: give at least {begun}")
+            raise ValueError(
+                f"train.epochs={epochs}, but the run is in epoch {begun} already: it must be at least {begun}"
+            )
         if self.world.is_main:
             run.cut_metrics(self.progress.metrics_size)
             for left_over in run.path.glob("*.tmp"):

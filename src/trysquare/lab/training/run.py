@@ -60,7 +60,7 @@ def load_images(recipe: Recipe, split: str) -> Images:
     """
     held_out = recipe.data.validation
     if split == VALIDATION and not held_out:
-        raise ValueError("data.validation=0: the recipe holds no images out of training")
+        raise ValueError("data.validation=0: the recipe holds out no training images")
     source = "train" if split == VALIDATION else split
     images = load(recipe.data.name, recipe.data.root, source, size=recipe.data.size)
     if source == "test" or not held_out:

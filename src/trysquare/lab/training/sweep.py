@@ -99,7 +99,7 @@ class Sweep:
         return sizes
 
     def kept(self, place: int) -> list[Trial]:
-        """The combinations of a round, the best of the round before first."""
+        """Return the combinations of a round, the best of the round before first."""
         if place == 0:
             return self.trials
         before = sorted(self.kept(place - 1), key=lambda trial: trial.score(place - 1), reverse=True)
@@ -117,7 +117,7 @@ class Sweep:
         )
 
     def best(self) -> Run:
-        """The run that was certified best in the last round."""
+        """Return the run that was certified best in the last round."""
         return load_run(self._place(len(self.sizes) - 1, self.ranked[0]))
 
     def run(self) -> Iterator[str]:
@@ -172,7 +172,7 @@ class Sweep:
         return {"epochs": epochs, **{name: last[name] for name in ("accuracy", "certified", "seconds")}}
 
     def _evaluations(self, run: Run) -> list[dict[str, float]]:
-        """What was measured while a run trained, with the share certified at the radius of the sweep."""
+        """Return what was measured while a run trained, with the share certified at the radius of the sweep."""
         lines = [line for line in run.metrics() if line["kind"] == "evaluation"]
         nearest = min(lines[0]["certified"], key=lambda radius: abs(float(radius) - self.radius))
         return [{**line, "certified": line["certified"][nearest]} for line in lines]

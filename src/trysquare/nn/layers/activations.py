@@ -34,7 +34,7 @@ def _grouped(x: Tensor, group_size: int, dim: int) -> Tensor:
 
 
 def _after(dim: int) -> int:
-    """The axis that ``unflatten`` puts after the group's own, whether counted from the front or the back."""
+    """Return the axis that ``unflatten`` puts after the group's own, whether counted from the front or the back."""
     return dim + 1 if dim >= 0 else dim
 
 
@@ -272,7 +272,7 @@ def _fold_in_four(first: Tensor, second: Tensor, theta: Tensor) -> tuple[Tensor,
 
 
 def _first_that_holds(conditions: list[Tensor], values: list[Tensor]) -> Tensor:
-    """The value of the first condition that holds, or the last value."""
+    """Return the value whose condition is the first that holds, or the last value."""
     chosen = values[-1]
     for condition, value in zip(reversed(conditions), reversed(values[:-1]), strict=True):
         chosen = torch.where(condition, value, chosen)

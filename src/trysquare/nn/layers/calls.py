@@ -1,7 +1,7 @@
-"""Layers in the place of calls: sums, concatenations, means and scales of converted networks (``nn.conversion``).
+"""Layers in place of calls: sums, concatenations, means and scales of converted networks (``nn.conversion``).
 
 If every value in a network depends on the input in a 1-Lipschitz way, then so does each of these: a sum whose weights
-add up to 1, values side by side divided by the root of their number, a mean taken off.
+add up to 1, values side by side divided by the root of their number, a mean subtracted.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ScaledMean(nn.Module):
 
 
 class LastAxesCentering(nn.Module):
-    """``nn.LayerNorm`` without the division: take off the mean over the last axes, add a learnable bias.
+    """``nn.LayerNorm`` without the division: subtract the mean over the last axes, add a learnable bias.
 
     >>> from trysquare.nn.layers.calls import LastAxesCentering
     >>> LastAxesCentering((3,))(torch.tensor([[1.0, 2.0, 6.0]])).detach()
@@ -112,7 +112,7 @@ class LastAxesCentering(nn.Module):
         self.bias = nn.Parameter(torch.zeros(self.shape, device=device, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Take off the mean, add the bias."""
+        """Subtract the mean, add the bias."""
         axes = tuple(range(-len(self.shape), 0))
         centred = x - x.to(at_least_float32(x.dtype)).mean(axes, keepdim=True).to(x.dtype)
         return centred if self.bias is None else centred + self.bias.to(x.dtype)
@@ -122,7 +122,7 @@ class LastAxesCentering(nn.Module):
 
 
 class GroupCentering(nn.Module):
-    """``nn.GroupNorm`` without the division: take off the mean of each group of channels, add a learnable bias.
+    """``nn.GroupNorm`` without the division: subtract the mean of each group of channels, add a learnable bias.
 
     With as many groups as channels this is ``nn.InstanceNorm`` without the division.
     """
@@ -140,7 +140,7 @@ class GroupCentering(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels, device=device, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Take off the means, add the bias."""
+        """Subtract the means, add the bias."""
         grouped = x.unflatten(1, (self.groups, -1))
         axes = tuple(range(2, grouped.ndim))
         mean = grouped.to(at_least_float32(x.dtype)).mean(axes, keepdim=True).to(x.dtype)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.nn.geometry import ConvGeometry, Size, Sizes, flag, per_axis, per_axis_each
-from trysquare.nn.layers.convolution import Convolution, crops, in_format_of, native_crop
+from trysquare.nn.layers.convolution import Convolution, crops, in_format_of, native_crop, no_such_input
 from trysquare.nn.layers.invertible import AffineInverse, Isometry
 from trysquare.nn.layers.series import Series
 from trysquare.nn.linalg.operator import LinearOperator
@@ -178,17 +178,14 @@ class OrthogonalConvolution(Isometry, ParametrizedWeight):
     def _check_axes(self, x: Tensor) -> None:
         channels = x.shape[-1 - self.dims] if x.ndim in (self.dims + 1, self.dims + 2) else 0
         if channels != self.in_channels or 0 in x.shape[-self.dims :]:
-            raise ValueError(
-                f"input of shape {tuple(x.shape)} must be (batch, {self.in_channels}, and {self.dims} sizes) or the "
-                "same without the batch, no size being 0"
-            )
+            raise no_such_input(x, self.in_channels, self.dims)
 
     def adjoint(self) -> OrthogonalConvolution:
         """Return the layer, without bias, whose matrix is the transpose; it shares the free tensors of this one."""
         raise NotImplementedError
 
     def inverse(self) -> nn.Module:
-        """Return the exact inverse, which takes off the bias and applies the adjoint; it shares all parameters.
+        """Return the exact inverse, which subtracts the bias and applies the adjoint; it shares all parameters.
 
         Raises:
             ValueError: if the layer is not square (it does not map to as many numbers as it reads), or not orthogonal.
@@ -202,8 +199,9 @@ class OrthogonalConvolution(Isometry, ParametrizedWeight):
         if not geometry.square:
             needed = geometry.group_in * prod(geometry.stride)
             raise ValueError(
-                f"only a square layer has an inverse: {geometry.group_in} channels a group at stride={geometry.stride} "
-                f"would need {needed} on the other side, not {geometry.group_out}; .adjoint() is a one-sided inverse"
+                f"only a square layer has an inverse: {geometry.group_in} channels per group at stride="
+                f"{geometry.stride} would need {needed} on the other side, not {geometry.group_out}; .adjoint() is a "
+                "one-sided inverse"
             )
         if not self._keeps_all_outputs:
             raise ValueError(

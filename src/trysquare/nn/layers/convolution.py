@@ -245,6 +245,14 @@ class Convolution:
         return nn.Sequential(plain, ZERO_PAD[self.dims](tuple(flat_pads(rest)))).train(training)
 
 
+def no_such_input(x: Tensor, channels: int, dims: int) -> ValueError:
+    """Return the error for an input that no convolution of these channels takes."""
+    return ValueError(
+        f"input of shape {tuple(x.shape)} must be (batch, {channels}, and {dims} sizes), with or without the batch; no "
+        "size may be 0"
+    )
+
+
 # -- padding
 
 
@@ -293,7 +301,7 @@ def in_format_of(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _around(x: Tensor, pads: list[int]) -> Tensor:
-    if torch_internals.graph_recorder() is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and torch_internals.graph_recorder() is not None:
         # torch.func.linearize loses what is written into views.
         return circular_pad(x, tuple(zip(pads[-2::-2], pads[::-2], strict=True)))
     return in_format_of(x, F.pad(x, pads, mode="circular"))

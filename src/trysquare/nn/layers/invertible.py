@@ -78,7 +78,7 @@ class AffineInverse(Isometry, nn.Module):
         self.dims = dims
 
     def forward(self, y: Tensor) -> Tensor:
-        """Take off the bias, then apply the adjoint."""
+        """Subtract the bias, then apply the adjoint."""
         return self.adjoint(y - self.bias.view(-1, *(1,) * self.dims))
 
     def inverse(self) -> nn.Module:
@@ -89,7 +89,7 @@ class AffineInverse(Isometry, nn.Module):
         return cast("nn.Module", twin)
 
     def as_torch(self) -> nn.Module:
-        """Return a layer that takes off the bias (a convolution with one tap of 1), and the plain adjoint."""
+        """Return a layer that subtracts the bias (a convolution with one tap of 1), and the plain adjoint."""
         layer: Any = self.adjoint
         plain, channels = layer.as_torch(), len(self.bias)
         shift: nn.Module
@@ -232,7 +232,7 @@ def _log_abs_det(layer: nn.Module, x: Tensor) -> Tensor:
     if not callable(found := getattr(layer, "log_abs_det", None)):
         raise TypeError(
             f"{type(layer).__name__} has no method log_abs_det(x), which returns (batch,) logarithms of volumes: "
-            "only orthogonal layers do without"
+            "only orthogonal layers may leave it out"
         )
     volume: Tensor = found(x)
     if volume.shape != x.shape[:1]:
@@ -276,7 +276,7 @@ class _Weights:
 
 
 class _Lender:
-    """Stands in the place of the open block of one part: builds by that, if there was one, but once."""
+    """Stands in place of the open block of one part: builds by that, if there was one, but once."""
 
     def __init__(self, weights: _Weights, around: OpenBlock | None) -> None:
         self.weights, self.around = weights, around

@@ -61,7 +61,7 @@ class _Orthonormal(Isometry, ParametrizedWeight):
         raise NotImplementedError
 
     def inverse(self) -> nn.Module:
-        """Return the exact inverse, which takes off the bias and applies the adjoint; it shares all parameters.
+        """Return the exact inverse, which subtracts the bias and applies the adjoint; it shares all parameters.
 
         Raises:
             ValueError: if the layer is not square.

@@ -1,4 +1,4 @@
-"""Recurrent layers whose matrices are orthogonal, so that neither states nor gradients grow or vanish by them."""
+"""Recurrent layers whose matrices are orthogonal, so they make neither states nor gradients grow or vanish."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class OrthoRNNCell(nn.Module):
 
     ``W`` is square orthogonal and ``W_in`` has orthonormal columns, or rows if the state is smaller than the input. As
     every layer, it builds its matrices at each call in training: loop within ``ts.built``, or use ``OrthoRNN``, which
-    builds them once a sequence.
+    builds them once per sequence.
 
     Args:
         input_size: features of the input.
@@ -268,7 +268,7 @@ class OrthoRNN(nn.Module):
     """An ``nn.RNN`` with orthogonal matrices: ``h_t = σ(W_in x_t + b + W h_{t-1})``; see ``OrthoRNNCell``.
 
     Arguments, inputs and outputs are those of ``nn.RNN``, packed sequences included. Recurrent matrices are built once
-    a sequence. ``layers`` holds the cells, those of the two directions of a layer side by side; for plain torch
+    per sequence. ``layers`` holds the cells, those of the two directions of a layer side by side; for plain torch
     use ``ts.to_torch``, which makes an ``nn.RNN`` of it if the nonlinearity is tanh or ReLU.
 
     ``lipschitz_bound`` of a model with ``batch_first=True`` has a certified constant for a sequence of a given length:

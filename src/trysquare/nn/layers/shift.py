@@ -99,7 +99,7 @@ class Positions(Isometry, nn.Module):
         return self.bias.to(x.dtype)
 
     def inverse(self) -> nn.Module:
-        """Return the module that takes the numbers off; it shares them."""
+        """Return the module that subtracts the numbers; it shares them."""
         return _WithoutPositions(self)
 
     def extra_repr(self) -> str:

@@ -317,14 +317,14 @@ def exponential(matrix: Tensor) -> Tensor:
 
 
 def exponential_of_all(matrix: Tensor) -> Tensor:
-    """The first ``n`` rows ``E exp(A)`` of the exponential of ``A = Eᵀ M - Mᴴ E``, for ``M`` of ``n`` rows."""
+    """Return the first ``n`` rows ``E exp(A)`` of the exponential of ``A = Eᵀ M - Mᴴ E``, for ``M`` of ``n`` rows."""
     n, m = matrix.shape[-2:]
     square = torch.cat([matrix, matrix.new_zeros(*matrix.shape[:-2], m - n, m)], dim=-2)
     return matrix_exponential(square - square.mH)[..., :n, :]
 
 
 def exponential_of_few(matrix: Tensor) -> Tensor:
-    """The same by an exponential of size ``2 n``.
+    """Return the same by an exponential of size ``2 n``.
 
     ``A = X Y`` for ``X = [Eᵀ, -Mᴴ]`` and ``Y = [M; E]``, so ``exp(A) = I + X f(Z) Y`` with ``Z = Y X`` and ``Z f(Z) =
     exp(Z) - I``. The lower half of ``Z`` is ``E X``, so ``E exp(A) = E + (lower half of exp(Z) - I) Y``. The scale

@@ -88,7 +88,7 @@ def _smallest_length(dtype: torch.dtype) -> float:
 
 
 def _householder(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by reflections, for any rows: in float64 where that costs no more than a few times as much."""
+    """Return the same by reflections, for any rows: in float64 where that costs no more than a few times as much."""
     wide = rows.double() if host_can_look(rows) else rows
     tiny = torch.finfo(wide.dtype).tiny
     scale = torch.linalg.vector_norm(wide, math.inf, dim=-1, keepdim=True).clamp_min(tiny)
@@ -209,7 +209,7 @@ def random_orthonormal(*shape: int) -> Tensor:
 
 
 def recondition(rows: Tensor, basis: Tensor) -> Tensor:
-    """Free rows worth training on: ``rows``, or where they are nearly dependent ``basis`` at their scale.
+    """Return free rows worth training on: ``rows``, or where they are nearly dependent ``basis`` at their scale.
 
     Rows are nearly dependent if one is within 1/30 of the span of those before it, or 30 times as
     long as another. No branch and no look at a value, so it may run on any device at any time.

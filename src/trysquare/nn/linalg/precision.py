@@ -181,7 +181,7 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 
 
 def coarsest_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of fewest digits that products with ``tensor`` are computed in: its own, or that of autocast."""
+    """Return the dtype of fewest digits that products with ``tensor`` are computed in: its own, or that of autocast."""
     return max((tensor.dtype, autocast_dtype(tensor) or tensor.dtype), key=lambda dtype: torch.finfo(dtype).eps)
 
 

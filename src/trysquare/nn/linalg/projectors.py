@@ -105,7 +105,7 @@ def _channels_first(kernel: Tensor) -> Tensor:
 def _grown(
     matrix: Tensor, basis: Tensor, shape: torch.Size, axes: tuple[int, ...]
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """The kernel, channels last; the coordinates of each kernel on the way in its frame; and these kernels, flat."""
+    """Return the kernel, channels last, the coordinates of each kernel on the way in its frame, and these, flat."""
     kernel, flats, coordinates = matrix, [], []
     in_place = not is_traced()  # torch.func.linearize loses what is written into views (torch 2.13)
     for frame, turned, axis in zip(*_frames(basis, shape), axes, strict=True):
@@ -138,7 +138,7 @@ def _but_one_tap(kernel: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _frames(basis: Tensor, shape: torch.Size) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The frames ``(g, h, c)`` one by one, and their transposes."""
+    """Return the frames ``(g, h, c)`` one by one, and their transposes."""
     frames = basis.view(shape)
     return frames.unbind(), frames.mT.unbind()
 

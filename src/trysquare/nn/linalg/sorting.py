@@ -60,7 +60,7 @@ class _MaxMin(torch.autograd.Function):
 
 
 def max_min(pairs: Tensor, dim: int) -> Tensor:
-    """The larger of each pair first, along axis ``dim`` of size 2. The Jacobian is a permutation, at ties too.
+    """Return the larger of each pair first, along axis ``dim`` of size 2. The Jacobian is a permutation, at ties too.
 
     >>> from trysquare.nn.linalg.sorting import max_min
     >>> max_min(torch.tensor([[1.0, 2.0], [4.0, 3.0]]), -1)

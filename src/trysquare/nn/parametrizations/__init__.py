@@ -1,4 +1,4 @@
-"""Free tensors to weights, one method a file.
+"""Free tensors to weights, one method per file.
 
 A method is a subclass of ``KernelMethod``, and is called as ``Method(geometry, orthogonalizer, dtype=..., device=...,
 **options)``. A new one is one new file and one line of ``METHODS``.

@@ -86,7 +86,7 @@ class AOC(Composed):
         return free if frames is None else [*free, frames]
 
     def guess(self, weight: Tensor) -> list[Tensor]:
-        """Where channels were cut off: frames that explain the Gram matrix of the taps, then the best matrix for them.
+        """Return frames that explain the Gram matrix of the taps, with the best matrix, if channels were cut off.
 
         The taps are ``K = A B`` with the orthonormal matrix ``A`` and a ``B`` that only the frames know, so
         ``KᵀK = BᵀB``: a search among the frames of one group, which misses far less often than one among all free
@@ -113,7 +113,7 @@ class AOC(Composed):
         return [torch.cat(found, 1)]
 
     def _taps_without_matrix(self, *frames: Tensor) -> Tensor:
-        """The taps ``(g, columns, taps * in)`` that the matrix is multiplied with, from the right."""
+        """Return the taps ``(g, columns, taps * in)`` that the matrix is multiplied with, from the right."""
         groups = frames[0].shape[1] if frames else self.geometry.groups
         every = torch.eye(self.geometry.matrix_shape[-1], dtype=torch.float64).expand(groups, -1, -1)
         return self._as_matrix(self.composed(self._split_taps(every), *frames))
@@ -123,5 +123,5 @@ class AOC(Composed):
         return kernel.narrow(2, 0, self.geometry.group_in).movedim(2, -1).flatten(2)
 
     def solve_matrix(self, matrix: Tensor) -> list[Tensor]:
-        """Free tensors that give the orthonormal matrix."""
+        """Return free tensors that give the orthonormal matrix."""
         return [self._orthogonalizer.free(matrix)]

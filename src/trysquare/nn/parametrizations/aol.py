@@ -162,7 +162,7 @@ class AOL(KernelMethod):
         refuse_kernel(weight, self.geometry, contraction=True)
 
     def solve(self, weight: Tensor) -> list[Tensor]:
-        """The kernel itself: right up to the scale of its channels, from which a search starts."""
+        """Return the kernel itself: right up to the scale of its channels, from which a search starts."""
         kernel = weight.unflatten(0, (self.geometry.groups, -1))
         return [kernel, *(torch.zeros(shape, dtype=weight.dtype) for shape in self.free_shapes[1:])]
 

@@ -636,14 +636,14 @@ class ParametrizedWeight(nn.Module):
         return super()._apply(keeping_precision(fn, self.free_tensors), recurse)
 
     def as_torch(self) -> nn.Module:
-        """The same function in plain ``torch.nn`` layers, with the present weight."""
+        """Return the same function in plain ``torch.nn`` layers, with the present weight."""
         raise NotImplementedError
 
     def _get_name(self) -> str:
         return next(c for c in type(self).__mro__ if not c.__name__.startswith("Parametrized")).__name__
 
     def __repr__(self) -> str:
-        """One line: geometry and method."""
+        """Return geometry and method in one line."""
         return f"{self._get_name()}({self.extra_repr()})"
 
 

@@ -44,7 +44,7 @@ class BRO(AOC):
         if self._size == 1:
             raise ValueError(
                 "nothing to learn: the only block reflectors of one channel are 1 and -1; use method='aoc' or at least "
-                "2 channels a group"
+                "2 channels per group"
             )
         if not isinstance(self.rank, int) or not 1 <= self.rank < self._size:
             raise ValueError(
@@ -70,7 +70,7 @@ class BRO(AOC):
         return reflect(reflect(start, first), second)[..., :columns]
 
     def reconditioned_matrix(self, *free: Tensor) -> list[Tensor]:
-        """A reflector only depends on the span."""
+        """Return others of the same span: a reflector depends on nothing else."""
         return [recondition(rows, orthonormal_rows(rows)) for rows in free]
 
     @property

@@ -67,18 +67,18 @@ class Composed(KernelMethod):
         return [random_orthonormal(*shape) for shape in self.inner_shapes]
 
     def build(self, *free: Tensor) -> Tensor:
-        """The kernel in torch's layout."""
+        """Return the kernel in torch's layout."""
         count = self._matrix_count
         matrix = self.matrix(*free[:count]) if count else self._selection(free[0])
         return self._to_torch(self.composed(self._split_taps(matrix), *free[count:]))
 
     def build_together(self, *free: Tensor) -> Tensor:
-        """The kernels, built as groups of one: of matrices ``(count, g, n, m)`` and frames ``(count, p, g, h, c)``."""
+        """Build the kernels as groups of one, from matrices ``(count, g, n, m)`` and frames ``(count, p, g, h, c)``."""
         joined = [each.movedim(0, -4).flatten(-4, -3) for each in free]
         return self.build(*joined).unflatten(0, (len(free[0]), -1))
 
     def matrix(self, *free: Tensor) -> Tensor:
-        """The orthonormal matrix ``(g, rows, taps * c)``."""
+        """Return the orthonormal matrix ``(g, rows, taps * c)``."""
         return self._orthogonalizer.apply(free[0])
 
     def composed(self, kernel: Tensor, *inner: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class Composed(KernelMethod):
         return kernel.movedim((-2, -1), (1, 2))
 
     def _uncentred(self, kernel: Tensor) -> Tensor:
-        """The middle taps."""
+        """Return the middle taps."""
         sizes = zip(self.geometry.kernel_size, self.geometry.reach, strict=True)
         for dim, (k, r) in enumerate(sizes, start=1):
             kernel = kernel.narrow(dim, (k - r) // 2, r)
@@ -137,16 +137,16 @@ class Composed(KernelMethod):
         return kernel if kernel.shape[-1] == self.geometry.inner_channels else None
 
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
-        """The same kernel from well conditioned tensors."""
+        """Return the same kernel from well conditioned tensors."""
         count = self._matrix_count
         return [*self.reconditioned_matrix(*free[:count]), *self.reconditioned_inner(*free[count:])]
 
     def reconditioned_matrix(self, *free: Tensor) -> list[Tensor]:
-        """The same matrix from well conditioned tensors."""
+        """Return the same matrix from well conditioned tensors."""
         return [self._orthogonalizer.reconditioned(matrix) for matrix in free]
 
     def reconditioned_inner(self, *free: Tensor) -> list[Tensor]:
-        """The same inner kernel from well conditioned frames: a projector only depends on the span."""
+        """Return the same inner kernel from well conditioned frames: a projector only depends on the span."""
         return [recondition(rows, orthonormal_rows(rows)) for rows in free]
 
     def refuse_unreachable(self, weight: Tensor) -> None:

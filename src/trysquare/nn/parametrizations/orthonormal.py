@@ -37,11 +37,11 @@ class OrthonormalMatrix(Parametrization):
         return self.shape
 
     def draw(self) -> list[Tensor]:
-        """A uniformly distributed orthonormal matrix, or what the orthogonalizer starts from."""
+        """Return a uniformly distributed orthonormal matrix, or what the orthogonalizer starts from."""
         return [self._orthogonalizer.draw(*self.shape)]
 
     def build(self, *free: Tensor) -> Tensor:
-        """The orthonormal matrix."""
+        """Return the orthonormal matrix."""
         return self._orthogonalizer.apply(free[0]).contiguous()
 
     @property
@@ -50,11 +50,11 @@ class OrthonormalMatrix(Parametrization):
         return type(self), self.shape, self.orthogonalizer
 
     def build_together(self, *free: Tensor) -> Tensor:
-        """The matrices, orthonormalised in one batch."""
+        """Return the matrices, orthonormalised in one batch."""
         return self.build(*free)
 
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
-        """The same orthonormal matrix from a well conditioned one."""
+        """Return the same orthonormal matrix from a well conditioned one."""
         return [self._orthogonalizer.reconditioned(free[0])]
 
     @property
@@ -67,7 +67,7 @@ class OrthonormalMatrix(Parametrization):
         refuse_singular_values(torch.linalg.svdvals(weight), "this matrix is not orthonormal")
 
     def solve(self, weight: Tensor) -> list[Tensor]:
-        """The orthogonalizer's inverse of the nearest orthonormal matrix."""
+        """Return the orthogonalizer's inverse of the nearest orthonormal matrix."""
         return [self._orthogonalizer.free(weight)]
 
     def extra_repr(self) -> str:

@@ -48,7 +48,7 @@ class RKO(KernelMethod):
         return ((geometry.groups, geometry.group_out, prod(geometry.kernel_size) * geometry.group_in),)
 
     def draw(self) -> list[Tensor]:
-        """A uniformly distributed matrix."""
+        """Return a uniformly distributed matrix."""
         return [self._orthogonalizer.draw(*self.free_shapes[0])]
 
     def build(self, *free: Tensor) -> Tensor:
@@ -59,11 +59,11 @@ class RKO(KernelMethod):
         return (kernel if self.scale == 1 else self.scale * kernel).contiguous()
 
     def build_together(self, *free: Tensor) -> Tensor:
-        """The kernels, built as groups of one."""
+        """Return the kernels, built as groups of one."""
         return self.build(free[0].flatten(0, 1)).unflatten(0, (len(free[0]), -1))
 
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
-        """The same matrix from a well conditioned one."""
+        """Return the same matrix from a well conditioned one."""
         return [self._orthogonalizer.reconditioned(free[0])]
 
     @property
@@ -80,7 +80,7 @@ class RKO(KernelMethod):
         refuse_singular_values(values, "the matrix of this kernel is not orthonormal")
 
     def solve(self, weight: Tensor) -> list[Tensor]:
-        """The matrix that the kernel is a reshaped copy of."""
+        """Return the matrix that the kernel is a reshaped copy of."""
         matrix = weight.unflatten(0, (self.geometry.groups, -1)).movedim(2, -1).flatten(2)
         return [self._orthogonalizer.free(matrix / self.scale)]
 

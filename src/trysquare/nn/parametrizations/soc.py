@@ -174,7 +174,7 @@ class SOC(Composed):
         return (flat - adjoint(flat, groups)).view_as(scaled)
 
     def factors(self, *free: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The matrix and the skew kernel, in torch's layout and the layer's dtype, from the cache where that is right.
+        """Return the matrix and the skew kernel in torch's layout and the layer's dtype, from the cache where possible.
 
         The convolution with the weight is that with the exponential of the skew kernel, then that with the matrix,
         which is the identity if there is none; the other way round where the weight is built from its adjoint.
@@ -202,7 +202,7 @@ class SOC(Composed):
             cache.clear()
 
     def of_factors(self, matrix: Tensor | None, skew: Tensor) -> Tensor:
-        """The weight that factors make, in their dtype."""
+        """Return the weight that factors make, in their dtype."""
         return self._to_torch(self._joined(None if matrix is None else self._unblocked(matrix), self._unblocked(skew)))
 
     def _blocks(self, kernel: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ class SOC(Composed):
         return kernel.transpose(1, 2) if self.geometry.built_from_adjoint else kernel
 
     def composed(self, kernel: Tensor, *inner: Tensor) -> Tensor:
-        """The matrix, then the exponential."""
+        """Return the matrix, then the exponential."""
         return self._joined(_taps_last(kernel) if self._matrix_count else None, self.skew(inner[0]))
 
     def _joined(self, matrix: Tensor | None, skew: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ class SOC(Composed):
         return rotation if matrix is None else compose(matrix, rotation, dims=dims)
 
     def reconditioned_inner(self, *free: Tensor) -> list[Tensor]:
-        """A free kernel cannot degenerate."""
+        """Return the free kernel itself, which cannot degenerate."""
         return list(free)
 
     def describe_inner(self) -> str:

@@ -97,7 +97,7 @@ class _OneVector(nn.Module):
         self.shapes = [tensor.shape[1:] for tensor in (like.values() if isinstance(like, dict) else like)]
 
     def pack(self, inputs: Inputs) -> Tensor:
-        """All inputs in one vector."""
+        """Return all inputs in one vector."""
         return torch.cat([t.flatten(1) for t in (inputs.values() if isinstance(inputs, dict) else inputs)], 1)
 
     def forward(self, x: Tensor) -> Tensor:

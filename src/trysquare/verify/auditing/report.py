@@ -93,7 +93,7 @@ class AuditReport:
         return self.bound / self.lower_bound if self.lower_bound else math.inf
 
     def to_json(self) -> str:
-        """The report as JSON; infinite numbers, which JSON does not have, become ``null``. ``from_json`` reads it."""
+        """Return the report as JSON, where infinite numbers become ``null``; ``from_json`` reads it."""
         content = {**asdict(self), "ratio": self.ratio}
         return json.dumps(without_infinities(content), indent=2, allow_nan=False)
 

@@ -175,7 +175,7 @@ def analyse(model: nn.Module, input_shape: InputShape, *, batch: int = BATCH, co
 
 
 def _bounded(model: nn.Module, graph: Graph) -> tuple[float, Walk, dict[int, float]]:
-    """The bound of what was traced, the walk that found it, and the gain of each call.
+    """Return the bound of what was traced, the walk that found it, and the gain of each call.
 
     Raises:
         NoRuleError: if there is none, or the samples of the batch are not apart.
@@ -249,7 +249,7 @@ def _are_same(calls: Sequence[Node | Step], others: Sequence[Node | Step]) -> bo
 
 
 def _weights_of_samples(model: nn.Module, walk: Walk, graph: Graph) -> tuple[list[Tensor], dict[int, float]]:
-    """The weights of each sample's outputs on its own inputs, and the gain of each call on all outputs of a batch.
+    """Return the weights of each sample's outputs on its own inputs, and each call's gain on all outputs of a batch.
 
     The outputs of half of the samples at a time are followed back, which must not lead to the other half. Any two
     samples are in different halves once, if each bit of their numbers says which.

@@ -74,7 +74,7 @@ class ExactEvaluation:
         )
 
     def in_short(self, error: float, dtype: torch.dtype) -> float:
-        """What the error of the last batch would be in a shorter dtype."""
+        """Return what the error of the last batch would be in a shorter dtype."""
         return (error - self.jumps) * torch.finfo(dtype).eps / torch.finfo(torch.float64).eps + self.jumps
 
     def _carried_out(self, step: Step, known: dict[Slot, Tensor]) -> tuple[Arguments, list[Tensor]]:
@@ -110,7 +110,7 @@ class ExactEvaluation:
         return self._constants[id(constant)]
 
     def _contribution(self, node: Node, args: Arguments, out: list[Tensor]) -> float:
-        """What the rounding of one call adds to the error of the results: infinite where that is not known."""
+        """Return what the rounding of one call adds to the error of the results: infinite where that is not known."""
         gain = self.gains.get(id(node), 0.0)
         if not gain:
             return 0.0

@@ -30,7 +30,7 @@ def _sets_no_weight(layer: nn.Module) -> bool:
 
 
 def block(layer: LipschitzLayer, shape: Shape) -> float:
-    """The constant that the layer gives itself, if the activation in it is what its theorem is about."""
+    """Return the constant that the layer gives itself, if the activation in it is what its theorem is about."""
     if isinstance(inner := getattr(layer, "activation", None), nn.Module):
         activation = with_slopes_in_unit_interval(inner)
         known = next(cls for cls in type(activation).__mro__ if cls.__module__.startswith("torch.nn.modules"))
@@ -43,7 +43,7 @@ def block(layer: LipschitzLayer, shape: Shape) -> float:
 
 
 def linear_layer(layer: nn.Module, shape: Shape) -> float:
-    """The certified spectral norm of a layer that computes what its weight says, as a random input shows."""
+    """Return the certified spectral norm of a layer that computes what its weight says, as a random input shows."""
     operator = read_layer(layer, shape)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, *shape, generator=generator, dtype=torch.float64)

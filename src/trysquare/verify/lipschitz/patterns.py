@@ -33,7 +33,7 @@ _PAIRS = {
 
 
 def recognised(nodes: list[Node], blocks: bool = True) -> tuple[list[Node], dict[int, int]]:
-    """The same calls with patterns replaced, and for each call, by its ``id``, where it went.
+    """Return the same calls with patterns replaced, and for each call, by its ``id``, where it went.
 
     Args:
         nodes: in the order in which they ran.
@@ -64,7 +64,7 @@ def recognised(nodes: list[Node], blocks: bool = True) -> tuple[list[Node], dict
 
 
 def _key(node: Node) -> int:
-    """The same number for two calls that may be a pair."""
+    """Return the same number for two calls that may be a pair."""
     return min(int(v.labels.flatten()[0].abs()) if v.labels.numel() else 0 for v in node.values)
 
 
@@ -82,7 +82,7 @@ def _are_pair(first: Node, second: Node) -> bool:
 
 
 def _as_extremum(node: Node, calls: Calls) -> Node:
-    """The larger or the smaller of two, if that is what a choice by comparison makes."""
+    """Return the larger or the smaller of two, if that is what a choice by comparison makes."""
     condition, a, b = node.args["condition"], node.args["self"], node.args["other"]
     compared = calls.whole(condition.labels)
     if (
@@ -104,7 +104,7 @@ def _as_extremum(node: Node, calls: Calls) -> Node:
 
 
 def _as_centering(node: Node, calls: Calls) -> Node:
-    """A projection, if what is taken off is the mean of the same numbers."""
+    """Return a projection, if what is subtracted is the mean of the same numbers."""
     value, mean = node.args["self"], node.args["other"]
     if not isinstance(value, Value) or not isinstance(mean, Value) or node.args.get("alpha", 1) != 1:
         return node

@@ -61,7 +61,7 @@ class Slot:
 
 
 Change = Callable[[str, Any], object]
-"""What to put in the place of a leaf of an argument, from the name of the argument and the leaf."""
+"""What to put in place of a leaf of an argument, from the name of the argument and the leaf."""
 
 
 @dataclass(eq=False)
@@ -108,7 +108,7 @@ class Step:
         return args, {n: tree_map(lambda leaf, n=n: change(n, leaf), arg) for n, arg in self.kwargs.items()}
 
     def named(self, change: Change) -> Arguments:
-        """The same, all of them by name."""
+        """Return the same, all of them by name."""
         args, kwargs = self.arguments(change)
         return dict(zip(self.names, args, strict=False)) | kwargs
 
@@ -116,8 +116,8 @@ class Step:
         """Carry out a call that moves numbers on something else in their place.
 
         Args:
-            payload: what is in the place of a value (a ``Slot``) or a constant tensor.
-            number: what is in the place of a number that is written.
+            payload: what is in place of a value (a ``Slot``) or a constant tensor.
+            number: what is in place of a number that is written.
         """
 
         def change(name: str, leaf: object) -> object:
@@ -199,14 +199,14 @@ class Recorder:
         self._constants: dict[tuple[object, ...], Tensor] = {}
 
     def new_input(self, numbers: Tensor) -> Recorded:
-        """A value that everything else is made from."""
+        """Return a value that everything else is made from."""
         start, self.next_label = self.next_label, self.next_label + numbers.numel()
         self.inputs.append((start, tuple(numbers.shape)))
         labels = torch.arange(start, self.next_label, dtype=torch.float64).view(numbers.shape)
         return Recorded(self, numbers.clone(), labels)
 
     def graph(self, result: object, tokens: bool) -> Graph:
-        """What was recorded, for what the model returned."""
+        """Return what was recorded, for what the model returned."""
         values = tree_map(lambda leaf: Value(leaf.labels) if isinstance(leaf, Recorded) else leaf, result)
         slots = tree_map(lambda leaf: leaf.slot if isinstance(leaf, Recorded) else leaf, result)
         return Graph(self.nodes, self.inputs, values, tokens, self.modules, self.steps, slots)
@@ -245,7 +245,7 @@ class Recorder:
         return tree_map(lambda leaf: next(left) if isinstance(leaf, Tensor) else leaf, numbers)
 
     def leaf(self, inputs: list[Recorded], result: Recorded, inner: list[Node]) -> Recorded:
-        """The result of a module that has a rule, as new variables."""
+        """Return the result of a module that has a rule, as new variables."""
         about = {"inputs": [Value(v.labels) for v in inputs], "shapes": [tuple(v.shape) for v in inputs]}
         node = self._new_node("leaf", about | {"dtype": inputs[0].dtype}, [result])
         node.inner, node.inner_labels = inner, [result.labels]
@@ -260,7 +260,7 @@ class Recorder:
         self.nodes.append(Node(op, args, [], [], self.dtype, tuple(self.path), user_line(), moves=True))
 
     def _node(self, step: Step, values: list[Recorded], made: list[Tensor]) -> Node:
-        """A call that computes."""
+        """Return a call that computes."""
         jumps = [v for v in values if not v.is_floating_point()]
         if jumps and not self.inside and step.op not in ("embedding", "where"):
             if any(v.dtype != torch.bool for v in jumps):
@@ -289,7 +289,7 @@ class Recorder:
         return self.nodes[-1]
 
     def _as_now(self, leaf: object) -> object:
-        """A constant as it is now, since it may be written to later; everything else as it is."""
+        """Return a constant as it is now, since it may be written to later; everything else as it is."""
         if not isinstance(leaf, Tensor) or isinstance(leaf, Recorded):
             return leaf
         if leaf.layout != torch.strided or leaf.is_meta:
@@ -360,7 +360,7 @@ def _only_moves(step: Step, value: Tensor, made: Tensor) -> bool:
 
 @cache
 def name_of(func: Operator) -> str:
-    """The name of a function without its overload.
+    """Return the name of a function without its overload.
 
     Rules are about ATen's own functions: one of somebody else's may have any name, and keeps its namespace.
     """
@@ -387,7 +387,7 @@ def same_numbers(one: Tensor, two: Tensor) -> bool:
 
 
 def layout(tensor: Tensor) -> list[int]:
-    """The strides that matter."""
+    """Return the strides that matter."""
     return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 

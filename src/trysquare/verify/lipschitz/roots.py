@@ -33,7 +33,7 @@ _VANISHED = 2.0**-340
 
 
 def as_root(node: Node, calls: Calls) -> Node:
-    """A node ``root`` with what leads from squares to it inside, if that is what a power or a root is."""
+    """Return a node ``root`` with what leads from squares to it inside, if that is what a power or a root is."""
     if node.op == "pow" and not _is_number(node.args.get("exponent"), 0.5):
         return node
     steps: dict[int, Node] = {}
@@ -69,7 +69,7 @@ def _leads_to_squares(labels: Tensor, calls: Calls, steps: dict[int, Node]) -> b
 
 
 def _step(node: Node, calls: Calls) -> Node | None:
-    """A call as one of few kinds, ``None`` if it is something else."""
+    """Return a call as one of few kinds, ``None`` if it is something else."""
     if len(node.outputs) != 1:
         return None
     if node.op == "pow" and _is_number(node.args.get("exponent"), 2) and isinstance(node.args["self"], Value):
@@ -110,7 +110,7 @@ def _factors_are_positive(node: Node) -> bool:
 
 
 def root_weights(node: Node, given: list[Tensor]) -> Weights:
-    """Weights on the numbers that are squared."""
+    """Return weights on the numbers that are squared."""
     waiting = {step.start: torch.zeros(step.outputs[0][1], dtype=torch.float64) for step in node.inner}
     found: Weights = []
 
@@ -137,13 +137,13 @@ def root_weights(node: Node, given: list[Tensor]) -> Weights:
 
 
 def _times(weights: Tensor, factor: Tensor | float) -> Tensor:
-    """The product, at least the smallest normal number where neither is 0."""
+    """Return the product, at least the smallest normal number where neither is 0."""
     size = torch.as_tensor(factor, dtype=torch.float64)
     return torch.where((weights > 0) & (size > 0), (weights * size).clamp_min(_TINY), 0.0)
 
 
 def _transposed(step: Node, weights: Tensor) -> Tensor:
-    """The transpose of a sum, mean or average: what autograd makes of it."""
+    """Return the transpose of a sum, mean or average: what autograd makes of it."""
     with torch.enable_grad():
         numbers = torch.zeros(step.values[0].labels.shape, dtype=torch.float64, requires_grad=True)
         options: Arguments = {n: v for n, v in step.args.items() if not isinstance(v, Value) and n != "dtype"}
@@ -163,7 +163,7 @@ def _factors(step: Node) -> list[tuple[Value, Tensor | float]]:
 
 
 def _root_rounding(args: Arguments, out: list[Tensor]) -> float:
-    """The root itself."""
+    """Return the root itself."""
     return 16 * UNIT_ROUNDOFF * size_of(out[0])
 
 

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from trysquare.nn.linalg.bounds import SingularValueRange, normalized, rescaled_up, singular_value_range
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
-from trysquare.verify.lipschitz.graph import Arguments, Node, NoRuleError, Value, class_name
+from trysquare.verify.lipschitz.graph import ANY, Arguments, Node, NoRuleError, Value, class_name
 from trysquare.verify.operators import Axis, LinearOperator, checked_weight
 from trysquare.verify.spectrum import norm_range
 
@@ -97,7 +97,7 @@ def readings(value: Tensor | float, dtype: torch.dtype) -> Tensor:
 
 
 def signed_readings(value: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """A constant as it is and as arithmetic in ``dtype`` may round it, in float64."""
+    """Return a constant as it is and as arithmetic in ``dtype`` may round it, in float64."""
     exact = value.detach().cpu().double() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
     if not bool(exact.isfinite().all()):
         raise ValueError("a constant is not finite: the network has no Lipschitz constant")
@@ -116,7 +116,7 @@ def _each(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
 
 
 def _spread(value: Value, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels of an input that broadcasting copied to the shape of the weights."""
+    """Return labels of an input that broadcasting copied to the shape of the weights."""
     return value.labels.expand(weights.shape), weights
 
 
@@ -148,7 +148,7 @@ def size_of(tensor: Tensor) -> float:
 
 
 def _flat(tensor: Tensor) -> Tensor | None:
-    """The numbers in the order of memory, without a copy; ``None`` if there is no such order."""
+    """Return the numbers in the order of memory, without a copy; ``None`` if there is no such order."""
     if tensor.is_contiguous():
         return tensor.reshape(-1)
     if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
@@ -274,7 +274,7 @@ def _terms_of_sum(node: Node) -> list[tuple[Value, float]]:
 
 
 def _sum_rounding(args: Arguments, out: list[Tensor]) -> float:
-    """One rounding of the sum, and one of each term that is multiplied."""
+    """Return one rounding of the sum, and one of each term that is multiplied."""
     error = 4 * UNIT_ROUNDOFF * size_of(out[0])
     if args.get("alpha", 1) == 1 and "weight" not in args:
         return error
@@ -334,7 +334,10 @@ def multiply(node: Node, given: list[Tensor]) -> Weights:
     """A constant factor for each number."""
     value, factor = node.args["self"], node.args["other"]
     if isinstance(value, Value) and isinstance(factor, Value):
-        raise NoRuleError("two values that depend on the input are multiplied with each other, which is not Lipschitz")
+        raise NoRuleError(
+            "two values that depend on the input are multiplied with each other, which is not Lipschitz unless both "
+            "are bounded, and has no rule"
+        )
     if isinstance(factor, Value):
         value, factor = factor, value
     return [_spread(value, scaled(given[0], largest(factor, node.dtype)))]
@@ -343,7 +346,13 @@ def multiply(node: Node, given: list[Tensor]) -> Weights:
 @_on("div", remark=_SCALING, attained=True, rounding=_product_rounding)
 def divide(node: Node, given: list[Tensor]) -> Weights:
     """A constant divisor for each number, before it is rounded to zero."""
-    _refuse_division(node)
+    if isinstance(node.args["other"], Value):
+        raise NoRuleError(
+            "the divisor depends on the input, which is not Lipschitz unless it is kept from 0 and the quotient is "
+            "bounded, and has no rule; 1 / divisor has one"
+        )
+    if node.args.get("rounding_mode") is not None:
+        raise NoRuleError("rounding jumps")
     sizes = readings(node.args["other"], node.dtype)
     sizes = torch.where(sizes > 0, sizes, sizes[0]).amin(0)
     if bool((sizes == 0).any()):
@@ -351,11 +360,49 @@ def divide(node: Node, given: list[Tensor]) -> Weights:
     return [_spread(node.args["self"], scaled(given[0], 1 / sizes * _UP))]
 
 
-def _refuse_division(node: Node) -> None:
-    if isinstance(node.args["other"], Value):
-        raise NoRuleError("the divisor depends on the input, which is not Lipschitz")
-    if node.args.get("rounding_mode") is not None:
-        raise NoRuleError("rounding jumps")
+def _inverse(number: float) -> float:
+    return 1 / number if number > 0 else math.inf
+
+
+def _power_slope(node: Node, low: float, high: float) -> float:
+    slopes = []
+    for p in signed_readings(node.args["exponent"], node.dtype).tolist():
+        if p != round(p) and not low > 0:
+            return math.inf
+        slopes.append(abs(p) * (max(-low, high) ** (p - 1) if p >= 1 else _inverse(max(low, -high)) ** (1 - p)))
+    return max(slopes)
+
+
+# Slopes of functions between two numbers.
+STEEP: dict[str, Callable[[Node, float, float], float]] = {
+    "exp": lambda _, low, high: math.exp(high), "expm1": lambda _, low, high: math.exp(high),
+    "exp2": lambda _, low, high: math.log(2) * 2.0**high, "log": lambda _, low, high: _inverse(low),
+    "log2": lambda _, low, high: _inverse(low) / math.log(2), "log1p": lambda _, low, high: _inverse(1 + low),
+    "log10": lambda _, low, high: _inverse(low) / math.log(10), "sqrt": lambda _, low, high: 0.5 * _inverse(low) ** 0.5,
+    "rsqrt": lambda _, low, high: 0.5 * _inverse(low) ** 1.5, "pow": _power_slope,
+    "reciprocal": lambda _, low, high: _inverse(max(low, -high)) ** 2,
+    "sinh": lambda _, low, high: math.cosh(max(-low, high)), "cosh": lambda _, low, high: math.sinh(max(-low, high)),
+}  # fmt: skip
+
+
+def slope_between(node: Node, low: float, high: float) -> float:
+    """The largest slope of one of these functions between two numbers; infinite for all others."""
+    try:
+        return STEEP[node.op](node, low, high) * (1 + 2.0**-40)
+    except (ArithmeticError, LookupError, TypeError):
+        return math.inf
+
+
+@_on(" ".join(STEEP), remark=_STEEP, rounding=_function_rounding)
+def steep(node: Node, given: list[Tensor]) -> Weights:
+    """The largest slope between the numbers that the argument can be."""
+    value, *others = node.values
+    low, high = node.between(value)
+    slope = math.inf if others else slope_between(node, low, high)
+    if not slope < math.inf:
+        where = "over all inputs" if (low, high) == ANY else f"between {low:.4g} and {high:.4g}, where its input is"
+        raise NoRuleError(f"its slope has no bound {where}; clamp its input first, or take a function of bounded slope")
+    return [_spread(value, scaled(given[0], slope))]
 
 
 @_on("lerp", terms=lambda node: _terms_of_lerp(node), rounding=_sum_rounding)
@@ -509,7 +556,7 @@ _ADDED = {"index_add": "source", "scatter_add": "src", "index_put": "values"}
 
 
 def _number_of_terms(op: str, args: Arguments, parts: dict[str, Tensor]) -> Tensor:
-    """The same call on other numbers: on ones and zeros, how many of the ones are added up at each position."""
+    """Return the same call on other numbers: on ones and zeros, how many of the ones are added up at each position."""
     numbers: Arguments = {name: value for name, value in args.items() if name != "alpha"}
     if op == "scatter_add":  # an index may be shorter than what it adds, of which autograd wants to know nothing
         parts = parts | {"src": parts["src"][tuple(map(slice, args["index"].shape))]}
@@ -546,7 +593,7 @@ def _shape(argument: Value | Tensor) -> torch.Size:
 
 
 def _added_rounding(args: Arguments, out: list[Tensor]) -> float:
-    """A rounding for each number that is added at a position."""
+    """Return a rounding for each number that is added at a position."""
     op, source = next((op, name) for op, name in _ADDED.items() if name in args)
     ones = {name: torch.ones(args[name].shape, dtype=torch.float64) for name in ("self", source)}
     terms = float(_number_of_terms(op, args, ones).max()) if out[0].numel() else 0.0
@@ -557,7 +604,7 @@ def _added_rounding(args: Arguments, out: list[Tensor]) -> float:
 
 
 def _reduced(node: Node, weights: Tensor, along: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Weights:
-    """Weights of a result for each of the numbers along the axes that it is made from."""
+    """Return weights of a result for each of the numbers along the axes that it is made from."""
     value = node.values[0]
     ndim = value.labels.ndim
     dims = node.args.get("dim", -1 if node.op in ("sort", "topk", "kthvalue") else None)
@@ -616,7 +663,7 @@ def matrix_norm(matrix: Tensor) -> float:
 
 
 def _once(node: Node, key: Tensor, compute: Callable[[], T]) -> T:
-    """A certified norm, computed once for each profile of weights."""
+    """Return a certified norm, computed once for each profile of weights."""
     name = key.numpy().tobytes()
     if name not in node.norms:
         node.norms[name] = compute()
@@ -624,7 +671,7 @@ def _once(node: Node, key: Tensor, compute: Callable[[], T]) -> T:
 
 
 def _through_matrix(node: Node, matrix: Tensor, rows: Tensor, number: int = 0) -> Tensor:
-    """Weights ``(rows, m)`` on ``x @ matrix`` to one for each row of ``x``: the norm with weighted columns.
+    """Return weights ``(rows, m)`` on ``x @ matrix`` to one for each row of ``x``: the norm with weighted columns.
 
     Each row is bounded by its largest weight; what columns have less of that in every row makes them shorter.
     """
@@ -759,7 +806,7 @@ def _numbers(node: Node, dims: int) -> list[tuple[int, ...]]:
 
 
 def _plain_norm(node: Node, kernel: Tensor) -> tuple[Tensor, float | SingularValueRange]:
-    """Labels that a convolution reads, and its certified norm as a function of them.
+    """Return labels that a convolution reads, and its certified norm as a function of them.
 
     Zeros around the input and a circular extension of it, made by steps of their own, are part of the convolution: as a
     function of the input without them it has zero padding, or circular padding, of another size. Both are read off the
@@ -789,7 +836,7 @@ def _plain_norm(node: Node, kernel: Tensor) -> tuple[Tensor, float | SingularVal
 
 
 def _transposed_norm(node: Node, kernel: Tensor, ends: list[tuple[int, int]]) -> tuple[Tensor, float]:
-    """The same for a transposed convolution: the adjoint of the one from its output to its input.
+    """Return the same for a transposed convolution: the adjoint of the one from its output to its input.
 
     ``cut`` positions are left out at each end of its full output, by ``padding`` and because nobody uses them. The full
     output at ``t`` adds up what the inputs ``i`` with ``s i <= t < s i + e`` send there. If ``e - s`` positions or more
@@ -820,7 +867,7 @@ def _transposed_norm(node: Node, kernel: Tensor, ends: list[tuple[int, int]]) ->
 
 
 def constant_border(labels: Tensor, axis: int) -> tuple[int, int]:
-    """How many slices at both ends of an axis are constants."""
+    """Return how many slices at both ends of an axis are constants."""
     moving = (labels != 0).movedim(axis, 0).flatten(1).any(1).nonzero().flatten()
     if not len(moving):
         return 0, 0
@@ -828,7 +875,7 @@ def constant_border(labels: Tensor, axis: int) -> tuple[int, int]:
 
 
 def without_border(labels: Tensor) -> Tensor:
-    """What is between the constants at the ends of all axes but the first two."""
+    """Return what is between the constants at the ends of all axes but the first two."""
     for axis in range(2, labels.ndim):
         before, after = constant_border(labels, axis)
         labels = labels.narrow(axis, before, labels.shape[axis] - before - after)
@@ -836,7 +883,7 @@ def without_border(labels: Tensor) -> Tensor:
 
 
 def period(labels: Tensor, axis: int) -> int:
-    """The smallest shift along an axis that leaves the labels the same; the size of the axis if there is none."""
+    """Return the smallest shift along an axis that keeps the labels; the size of the axis if there is none."""
     size = labels.shape[axis]
     if not labels.numel():
         return size
@@ -853,7 +900,7 @@ _FOLDED_SIDE = 1024
 
 
 def _folded_norm(operator: LinearOperator, labels: Tensor) -> tuple[Tensor, float | SingularValueRange]:
-    """Norm of a convolution that may read numbers several times; exact for small ones, whatever they are."""
+    """Return the norm of a convolution that may read numbers several times; exact for small ones, whatever they are."""
     one = labels[0].flatten()
     read, inverse = one.abs().unique(return_inverse=True)
     once = len(read) == len(one)
@@ -924,7 +971,7 @@ _OVERLAP = "windows overlap: use kernel_size = stride"
 
 
 def _maps(node: Node, given: Tensor, norm: float) -> Weights:
-    """A function of each channel's positions: its largest weight, times the norm."""
+    """Return a function of each channel's positions: its largest weight, times the norm."""
     labels = node.values[0].labels
     dims = given.ndim - (labels.ndim - len(_spatial(node)))
     tops = given.flatten(given.ndim - dims).amax(-1)
@@ -1064,11 +1111,12 @@ _ATTENTION = "softmax attention multiplies its inputs with each other, which is 
 _SQUARES = "a variance grows with the square of its input"
 _MATRICES = "it has no rule; write it as a product with a matrix"
 REASONS = {
-    **dict.fromkeys(["native_layer_norm", "native_group_norm", "_fused_rms_norm", "rsqrt", "reciprocal"], _DIVIDES),
-    **dict.fromkeys(["var", "std", "var_mean", "std_mean", "var_correction"], _SQUARES),
+    **dict.fromkeys(["native_layer_norm", "native_group_norm", "_fused_rms_norm"], _DIVIDES),
+    **dict.fromkeys(["var", "var_mean", "std_mean"], _SQUARES),
+    "std": "it has no rule; write it as the norm of x - x.mean(), divided by the root of their number less one",
     **dict.fromkeys("hardshrink sign round floor ceil trunc frac remainder fmod argmax argmin argsort".split(), _JUMPS),
     **dict.fromkeys("heaviside bucketize searchsorted one_hot".split(), _JUMPS),
-    **dict.fromkeys("exp expm1 pow square log log1p sqrt tan sinh cosh prod cumprod".split(), _GROWS),
+    **dict.fromkeys("tan prod cumprod".split(), _GROWS),
     **dict.fromkeys(["addcmul", "addcdiv", "glu"], "it multiplies or divides values by each other"),
     **dict.fromkeys(["upsample_bicubic2d", "grid_sampler_2d"], "this interpolation has no rule; bilinear has"),
     **dict.fromkeys(["fft_r2c", "_fft_r2c", "_fft_c2c"], _MATRICES),
@@ -1092,13 +1140,13 @@ _COMPARISONS = frozenset(["gt", "ge", "lt", "le", "eq", "ne", "logical_and", "lo
 
 
 def no_rule(node: Node) -> NoRuleError:
-    """The error for a call without a rule."""
+    """Return the error for a call without a rule."""
     reason = _JUMPS if node.op in _COMPARISONS else REASONS.get(node.op, "its Lipschitz constant is not known")
     return NoRuleError(f"no Lipschitz rule for {node.where()}: {reason}. {way_out(node)}")
 
 
 def way_out(node: Node) -> str:
-    """How to register a rule for the module that makes a call."""
+    """Return how to register a rule for the module that makes a call."""
     own = next(
         (f.module for f in reversed(node.path) if not type(f.module).__module__.startswith("torch.nn.modules.cont")),
         None,

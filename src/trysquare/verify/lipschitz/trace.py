@@ -45,6 +45,12 @@ from trysquare.verify.operators import misfit
 # Ways to the memory of a tensor on which torch itself raises nothing.
 _ESCAPES = frozenset([Tensor.storage, Tensor.untyped_storage, Tensor.share_memory_, Tensor.__reduce_ex__])
 
+# Views that torch's functionalization takes for copies, and the same as what they are.
+_SAFE = {
+    "unsafe_split": torch.ops.aten.split.Tensor,
+    "unsafe_split_with_sizes": torch.ops.aten.split_with_sizes.default,
+}
+
 
 class TakesTokens(Exception):  # noqa: N818
     """The model looks something up in a table, or casts its input to integers: it takes tokens.
@@ -54,7 +60,7 @@ class TakesTokens(Exception):  # noqa: N818
 
 
 class Traced(Tensor):
-    """What a model gets in the place of everything that a pass makes: shape and dtype, but no memory.
+    """What a model gets in place of everything that a pass makes: shape and dtype, but no memory.
 
     Attributes:
         functional: torch's functional tensor.
@@ -224,11 +230,13 @@ class Tracer(TorchDispatchMode):
             self.recorder.busy = False
 
     def _called(self, func: Operator, args: Args, kwargs: Kwargs) -> object:
-        op, (is_composite, written_names) = name_of(func), _about(func)
+        op, (is_composite, written_names, is_view) = name_of(func), _about(func)
         if is_composite:  # seen whole in inference mode; its parts are what has rules
             self.recorder.busy = False
             with self:
                 return func.decompose(*args, **kwargs)
+        if op in _SAFE:
+            return self._called(_SAFE[op], args, kwargs)
         if op in ("rrelu_with_noise", "rrelu_with_noise_") and not _named(func, args, kwargs).get("training"):
             named = _named(func, args, kwargs)
             mean = (named.get("lower", 1 / 8) + named.get("upper", 1 / 3)) / 2
@@ -248,8 +256,15 @@ class Tracer(TorchDispatchMode):
         if not (self.recording or self.tokens):
             self._look_for_tokens(op, args, kwargs)
         if not any(isinstance(tensor, Traced) for tensor in tensors):
-            known = {_address(tensor) for tensor in tensors}
-            return tree_map(lambda leaf: self._own(op, leaf, known), func(*args, **kwargs))
+            known = {_address(tensor) for tensor in tensors if tensor.numel()}
+            result = func(*args, **kwargs)
+            shared = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and _address(leaf) in known]
+            if shared and not (self.recording or is_view or op == "_unsafe_view"):  # which torch knows to be a view
+                raise NoRuleError(
+                    f"{func} returns memory of what it is given and does not say so ({user_line()}): what a write "
+                    "reaches cannot be followed"
+                )
+            return tree_map(lambda leaf: self._own(op, leaf, known), result)
         for tensor in tensors:
             if not isinstance(tensor, Traced) and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
                 raise NoRuleError(
@@ -263,9 +278,9 @@ class Tracer(TorchDispatchMode):
         return self._written(op, func, args, kwargs, written)
 
     def _written(self, op: str, func: Operator, args: Args, kwargs: Kwargs, written: list[Tensor]) -> Tensor:
-        """A call in place."""
+        """Return a call in place."""
         if len(written) > 1 or not args or written[0] is not args[0] or not op.endswith("_"):
-            raise NoRuleError(f"{func} writes into out=..., which has no rule ({user_line()}); leave out= away")
+            raise NoRuleError(f"{func} writes into out=..., which has no rule ({user_line()}); do without out=")
         if torch.Tag.inplace_view in func.tags and not (op == "as_strided_" and _same_place(*args)):
             raise NoRuleError(
                 f"{op} changes a shape in place ({user_line()}), which cannot be followed; use {op[:-1]} (torch's "
@@ -285,7 +300,7 @@ class Tracer(TorchDispatchMode):
         return target
 
     def _own(self, op: str, made: object, known: set[int]) -> object:
-        """A new constant, that values may be written into; other names of what was there stay what they are."""
+        """Return a new constant, that values may be written into; other names of what was there stay what they are."""
         if not isinstance(made, Tensor) or _address(made) < 0 or _address(made) in known:
             return made
         if not self.recording:
@@ -364,7 +379,7 @@ class Tracer(TorchDispatchMode):
         return result
 
     def _value(self, tensor: object) -> Recorded | None:
-        """What is inside of an argument or result, if it depends on the input."""
+        """Return what is inside of an argument or result, if it depends on the input."""
         before, self.recorder.busy = self.recorder.busy, True
         inside = tensor.inside if isinstance(tensor, Traced) else None
         self.recorder.busy = before
@@ -372,17 +387,17 @@ class Tracer(TorchDispatchMode):
 
 
 def _functional(func: Operator, args: Args, kwargs: Kwargs) -> object:
-    """A call by torch's functionalization, on functional tensors."""
+    """Return a call by torch's functionalization, on functional tensors."""
     inside = tree_map(lambda leaf: leaf.functional if isinstance(leaf, Traced) else leaf, (args, kwargs))
     return torch_internals.functionalized(func, *inside)
 
 
 @cache
-def _about(func: Operator) -> tuple[bool, list[str]]:
-    """Whether a function is made of others, and the arguments that it writes to."""
-    return torch_internals.is_composite(func), [
-        a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
-    ]
+def _about(func: Operator) -> tuple[bool, list[str], bool]:
+    """Whether a function is made of others, the arguments that it writes to, and whether it says that it is a view."""
+    schema = func._schema
+    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return torch_internals.is_composite(func), written, any(r.alias_info is not None for r in schema.returns)
 
 
 def _named(func: Operator, args: Args, kwargs: Kwargs) -> Arguments:
@@ -390,7 +405,7 @@ def _named(func: Operator, args: Args, kwargs: Kwargs) -> Arguments:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where the memory of a tensor is; -1 of one that has none, which no pass is known to have made."""
+    """Return where the memory of a tensor is; -1 of one that has none, which no pass is known to have made."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse ones, and wrappers

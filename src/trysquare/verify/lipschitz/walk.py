@@ -15,6 +15,7 @@ from trysquare.progress import track
 from trysquare.verify.lipschitz.graph import Graph, Node, NoRuleError, Value
 from trysquare.verify.lipschitz.leaves import leaf_terms, leaf_weights
 from trysquare.verify.lipschitz.patterns import recognised
+from trysquare.verify.lipschitz.ranges import Ranges
 from trysquare.verify.lipschitz.rules import RULES, Rule, Weights, no_rule, way_out
 
 _LEAF = Rule(leaf_weights, terms=leaf_terms)
@@ -50,8 +51,10 @@ class Walk:
 
     def forward(self) -> None:
         """Find the bound of each call's results, from the first to the last."""
+        ranges = Ranges(self.graph.nodes)
         for node in track(self.nodes, "bounding the network", len(self.nodes)):
             self._reads.append(self._read_by(node.values))
+            node.between = ranges.of
             try:
                 if node.moves:
                     self.bounds.append(self.bound([node.args["output"].labels]))
@@ -78,7 +81,7 @@ class Walk:
                 self.bounds.append(error)
 
     def _read_by(self, values: Iterable[Value]) -> Tensor:
-        """Which of the network's inputs some values may depend on."""
+        """Return which of the network's inputs some values may depend on."""
         found = torch.zeros(sum(math.prod(shape) for _, shape in self.graph.inputs), dtype=torch.bool)
         for value in values:
             names = value.labels.abs().reshape(-1)
@@ -204,7 +207,7 @@ class Walk:
                 names, sizes = names[~here], sizes[~here]
 
     def rounded_up(self, bound: float) -> float:
-        """A bound with the rounding errors of adding up weights."""
+        """Return a bound with the rounding errors of adding up weights."""
         return bound * (1 + 4 * self._roundings) * (1 + 2.0**-40) if bound else bound
 
 
