@@ -35,8 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trysquare import torch_internals
-from trysquare.nn.linalg.precision import autocast_dtype
-from trysquare.verify.contexts import users_device
+from trysquare.nn.linalg.precision import autocast_dtype, users_device
 from trysquare.verify.lipschitz.checks import input_like
 from trysquare.verify.lipschitz.graph import Frame, Graph, NoRuleError, Shape, Value, class_name
 from trysquare.verify.lipschitz.record import Recorded, Recorder, layout, name_of, user_line
