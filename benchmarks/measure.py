@@ -8,7 +8,8 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 from statistics import linear_regression, median
@@ -115,6 +116,50 @@ def saved_bytes(forward: Call) -> int:
         result = forward()
     del result
     return sum(kept.values())
+
+
+class _Live(TorchDispatchMode):
+    """Follows the bytes of all storages that are alive, of those that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+
+    def see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(storage, lambda _: self._gone(key, size))
+            self.bytes += size
+            self.peak = max(self.peak, self.bytes)
+
+    def _gone(self, key: int, size: int) -> None:
+        del self._alive[key]
+        self.bytes -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.see(leaf)
+        return result
+
+
+def peak_live_bytes(call: Call, alive: Iterable[Tensor] = ()) -> int:
+    """Return the most bytes that tensors hold at once during a call, on any device and whatever the allocator does.
+
+    What an operation allocates for itself and gives back does not count.
+
+    Args:
+        call: what to look at.
+        alive: tensors that are there before.
+    """
+    with _Live() as live:
+        for tensor in alive:
+            live.see(tensor)
+        call()
+    return live.peak
 
 
 def weight_of(layer: Any, size: int) -> tuple[Tensor, ...]:

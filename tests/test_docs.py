@@ -94,4 +94,4 @@ def test_links_lead_somewhere(page):
 
 
 def test_every_page_is_linked_in_the_readme():
-    assert {page.name for page in DOCS.glob("*.md")} <= set(re.findall(r"\(docs/([a-z]+\.md)\)", README))
+    assert {page.name for page in DOCS.glob("*.md")} <= set(re.findall(r"\(docs/([a-z-]+\.md)\)", README))

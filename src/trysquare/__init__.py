@@ -16,9 +16,10 @@ from trysquare.nn.conversion import from_torch
 from trysquare.nn.export import to_torch
 from trysquare.nn.layers import *
 from trysquare.nn.losses import margin_for_radius
-from trysquare.nn.optim import ProjUNN
+from trysquare.nn.optim import ProjUNN, parameter_groups
 from trysquare.nn.parametrizations import METHODS
 from trysquare.nn.sharing import gradient_norm, synchronize
+from trysquare.nn.transfer import load_weights
 from trysquare.verify import attacks, lipschitz
 from trysquare.verify import auditing as auditing
 from trysquare.verify import certification as certification
@@ -32,9 +33,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "METHODS", "AuditReport", "Certificate", "ProjUNN", "attacks", "audit", "built", "certified_radius", "certify",
-    "data", "extreme_singular_values", "from_torch", "gradient_norm", "init", "linalg", "lipschitz", "lipschitz_bound",
-    "lipschitz_lower_bound", "load_model", "losses", "margin_for_radius", "models", "save_checkpoint",
-    "singular_values", "spectral_norm_bound", "synchronize", "to_torch", "training",
+    "data", "extreme_singular_values", "from_torch", "gradient_norm", "init", "linalg", "lipschitz",
+    "lipschitz_bound", "lipschitz_lower_bound", "load_model", "load_weights", "losses", "margin_for_radius",
+    "models", "parameter_groups", "save_checkpoint", "singular_values", "spectral_norm_bound", "synchronize",
+    "to_torch", "training",
 ]  # fmt: skip
 __all__ += layers.__all__
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+T = TypeVar("T")
 
 LARGEST_RECIPE, LARGEST_TEXT, LARGEST_MODEL = 2**20, 256 * 2**20, 16 * 2**30
 """Most bytes of a recipe, of other text (measurements, reports), and of the weights of a model.
@@ -72,7 +75,7 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of a file in a folder that somebody else may have made, to write to.
+    """Return the path of a file in a folder that somebody else may have made, to write to.
 
     Raises:
         ValueError: if it, or a folder on the way to it, is a symbolic link, which may lead out of the folder or onto
@@ -106,7 +109,7 @@ def open_file(path: str | os.PathLike[str]) -> BufferedReader:
 
 
 def read_file(path: str | os.PathLike[str], most: int = LARGEST_TEXT) -> bytes:
-    """All bytes of a regular file.
+    """Return all bytes of a regular file.
 
     Raises:
         ValueError: if it is something else than a file, or has more than ``most`` bytes; it names the file.
@@ -156,8 +159,14 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def without_infinities(value: Any) -> Any:
-    """The same with ``None`` for numbers that JSON does not have, in dictionaries, lists and tuples."""
+# -- JSON: results on disk, which have infinite numbers
+
+JsonObject = dict[str, Any]
+"""A JSON object as Python reads it."""
+
+
+def without_infinities(value: object) -> object:
+    """Return the same with ``None`` for numbers that JSON does not have, in dictionaries, lists and tuples."""
     if isinstance(value, dict):
         return {name: without_infinities(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -166,5 +175,17 @@ def without_infinities(value: Any) -> Any:
 
 
 def or_infinite(value: float | None) -> float:
-    """A number from JSON, where infinity is ``null``."""
+    """Return a number from JSON, where infinity is ``null``."""
     return math.inf if value is None else float(value)
+
+
+def read_json(text: str, what: str, make: Callable[[JsonObject], T]) -> T:
+    """Return what ``make`` makes of a JSON object.
+
+    Raises:
+        ValueError: if the text is not JSON, or ``make`` misses something in it; ``what`` names what it should be.
+    """
+    try:
+        return make(json.loads(text))
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"this is not {what} in JSON: {error!r}") from error

@@ -47,8 +47,8 @@ jit_trace = torch._C._get_tracing_state
 
 # The switches of each backend for float32 products of fewer digits, by backend and operation. The public properties
 # (``torch.backends.cuda.matmul.fp32_precision``) cover only some of the backends and operations.
-precision_of = torch._C._get_fp32_precision_getter  # type: ignore[attr-defined]
-set_precision_of = torch._C._set_fp32_precision_setter  # type: ignore[attr-defined]
+precision_of = torch._C._get_fp32_precision_getter
+set_precision_of = torch._C._set_fp32_precision_setter
 
 # Tensors without numbers that modules with real parameters take, so that a model can be traced with its sizes. The
 # public way to them (``torch.export``) loses the modules.
@@ -63,7 +63,13 @@ assert_on_device = torch._assert_async
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
 
+# A function of ATen with its schema, as dispatch modes are given it, and the arguments of a call of it.
+Operator = torch._ops.OpOverload
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 _Function = TypeVar("_Function", bound=Callable[..., object])
+_Wrapper = TypeVar("_Wrapper", bound=torch.Tensor)
 
 
 def constant_when_traced(function: _Function) -> _Function:
@@ -115,7 +121,7 @@ _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
 _BITS = torch._C._additional_keys_to_prop_for_wrapper_tensors.add(torch._C.DispatchKey.ZeroTensor)
 
 
-def functionalized(func: Any, args: Any, kwargs: Any) -> Any:
+def functionalized(func: Operator, args: Args, kwargs: Kwargs) -> object:
     """Call a function of ATen on functional tensors; views stay views."""
     include = torch._C._dispatch_tls_local_include_set() | torch._C.DispatchKeySet(_FUNCTIONALIZE)
     exclude = torch._C._dispatch_tls_local_exclude_set().remove(_FUNCTIONALIZE) - _BITS
@@ -127,9 +133,9 @@ def functionalized(func: Any, args: Any, kwargs: Any) -> Any:
             torch._functionalize_enable_reapply_views(views)  # type: ignore[attr-defined]
 
 
-def without_memory(cls: type, like: torch.Tensor) -> Any:
+def without_memory(cls: type[_Wrapper], like: torch.Tensor) -> _Wrapper:
     """Make a tensor of a subclass that has shape, strides and dtype of another, and nothing to read."""
-    made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    made: _Wrapper = torch.Tensor._make_wrapper_subclass(
         cls, like.shape, like.stride(), like.storage_offset(), None, like.dtype, like.layout, like.device, False, False,
         None, False, False, _BITS & torch._C._dispatch_keys(like),
     )  # fmt: skip
@@ -150,7 +156,7 @@ def computes_by_itself(tensor: torch.Tensor) -> bool:
 
 
 def function_modes() -> int:
-    """How many modes see calls of torch's Python functions, and may change what these compute.
+    """Return how many modes see calls of torch's Python functions, and may change what these compute.
 
     Those that only say on which device tensors are made are not counted.
     """
@@ -165,6 +171,6 @@ without_function_modes = torch._C.DisableTorchFunction
 fake_mode: partial[object] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
 
 
-def is_composite(func: Any) -> bool:
+def is_composite(func: Operator) -> bool:
     """Whether a function of ATen is made of others, which a dispatch mode sees instead of it."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -55,9 +56,12 @@ def assert_same(found, expected, atol=2e-5):
 def two_ways(model, step):
     """The gradients of ``step(model)`` without a block, and in one."""
     model.zero_grad()
+    trained = [parameter.requires_grad for parameter in model.parameters()]
     step(model)
     expected = grads(model)
     model.zero_grad()
+    for parameter, flag in zip(model.parameters(), trained, strict=True):
+        parameter.requires_grad_(flag)
     with ts.built(model):
         step(model)
     assert all(part.block is None for part in model.modules() if isinstance(part, Caching))
@@ -155,6 +159,135 @@ def test_gradients_add_to_those_that_are_there_and_none_stays_none():
     assert_same(grads(model), {name: value if value is None else 2 * value for name, value in once.items()})
     assert model.unused.free_tensors[0].grad is None
     assert model.tail.free_tensors[0].grad is None
+
+
+def pass_with(model, seed):
+    x = images(seed=seed).requires_grad_()
+    model(x).square().sin().sum().backward()
+    assert x.grad is not None
+
+
+def freeze_for_a_pass(model):
+    plain_step(model)
+    model.requires_grad_(False)
+    pass_with(model, 3)
+    model.requires_grad_(True)
+    pass_with(model, 5)
+
+
+def freeze_a_tensor_for_a_pass(model):
+    plain_step(model)
+    model.first.free_tensors[0].requires_grad_(False)
+    pass_with(model, 3)
+    model.first.free_tensors[0].requires_grad_(True)
+
+
+def freeze_for_good(model):
+    plain_step(model)
+    model.requires_grad_(False)
+    pass_with(model, 3)
+
+
+def thaw(model):
+    model.requires_grad_(False)
+    pass_with(model, 3)
+    model.requires_grad_(True)
+    plain_step(model)
+
+
+@pytest.mark.parametrize("method", ["aoc", "soc"])
+@pytest.mark.parametrize("step", [freeze_for_a_pass, freeze_a_tensor_for_a_pass, freeze_for_good, thaw])
+def test_layers_that_are_frozen_in_the_block(step, method):
+    torch.manual_seed(0)
+    model = Branches(method)
+    frozen = step in (freeze_for_good, thaw)
+    if step is thaw:
+        model.requires_grad_(False)
+    assert_same(*two_ways(model, step))
+    assert frozen == (step is thaw or not any(p.requires_grad for p in model.parameters()))
+
+
+def test_gradients_of_some_parameters_only():
+    torch.manual_seed(0)
+    model = Branches()
+
+    def step(m):
+        some = [m.first.free_tensors[0], m.tail.free_tensors[0], m.down.bias]
+        m(images()).square().sin().sum().backward(inputs=some)
+        m(images()).square().sin().sum().backward(inputs=list(m.parameters()))
+
+    assert_same(*two_ways(model, step))
+
+
+def test_a_pass_that_is_differentiated_twice():
+    torch.manual_seed(0)
+
+    def step(m):
+        loss = m(images()).square().sin().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    assert_same(*two_ways(Branches(), step))
+
+
+def test_a_loss_from_before_the_block():
+    torch.manual_seed(0)
+    model = Branches()
+    plain_step(model)
+    expected = grads(model)
+    model.zero_grad()
+    loss = model(images()).square().sin().sum()
+    with ts.built(model):
+        loss.backward()
+    assert_same(grads(model), expected)
+
+
+def test_images_of_several_sizes():
+    torch.manual_seed(0)
+
+    def step(m):
+        for size in (4, 6, 4):
+            m(images()[..., :1, :1] * torch.ones(size, size)).square().sin().sum().backward()
+
+    assert_same(*two_ways(nn.Sequential(ts.FourierOrthoConv2d(4, 4, 3), ts.OrthoConv2d(4, 4, 3)), step))
+
+
+class Double(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_tied_tensors_and_further_parametrizations():
+    torch.manual_seed(0)
+    layers = [
+        ts.OrthoLinear(64, 64), ts.OrthoLinear(64, 64), ts.OrthoLinear(64, 64, orthogonalizer="cayley"),
+        ts.OrthoLinear(64, 64),
+    ]  # fmt: skip
+    for layer in layers[1:3]:
+        layer.parametrizations["weight"].original0 = layers[0].free_tensors[0]
+    nn.utils.parametrize.register_parametrization(layers[3], "weight", Double(), unsafe=True)
+    assert_same(*two_ways(nn.Sequential(nn.Flatten(), *layers), plain_step))
+
+
+def test_torch_func():
+    torch.manual_seed(0)
+    model, x, direction = Branches().double(), images(dtype=torch.float64), images(seed=2, dtype=torch.float64)
+    free = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def by_parameters(values):
+        return torch.func.functional_call(model, values, (x,)).square().sin().sum()
+
+    def ask():
+        return (
+            torch.func.grad(by_parameters)(free),
+            torch.func.grad(lambda x: model(x).square().sin().sum())(x),
+            torch.func.vmap(lambda image: model(image[None])[0])(x),
+            torch.func.jvp(model, (x,), (direction,)),
+        )
+
+    expected = ask()
+    with ts.built(model):
+        torch.testing.assert_close(ask(), expected)
 
 
 def test_adjoints_and_shared_layers():
@@ -257,6 +390,17 @@ def test_a_failing_pass_leaves_nothing_behind():
     assert_same(grads(model), expected)
 
 
+@pytest.mark.parametrize("method", ["aoc", "soc"])
+def test_gradients_are_not_kept_beyond_the_block(method):
+    model = Branches(method)
+    with ts.built(model):
+        weight = model.first.weight
+        loss = model(images()).sum() + weight.sum()
+        loss.backward()
+    node = weight.grad_fn
+    assert node.weight.__dict__.keys().isdisjoint({"exact", "handed", "gathered"})
+
+
 def test_nested_blocks():
     torch.manual_seed(0)
     model = Branches()
@@ -284,6 +428,38 @@ def test_threads():
     assert_same(*two_ways(model, step))
 
 
+def test_threads_that_do_not_know_of_the_block():
+    """One uses the model while another opens and leaves blocks; and two open blocks of their own."""
+    torch.manual_seed(0)
+    model, stop, passes, errors = Branches().double(), threading.Event(), [], []
+
+    def step(context=nullcontext):
+        with context(model):
+            model(images(dtype=torch.float64)).square().sin().sum().backward()
+        passes.append(1)
+
+    def run(context):
+        try:
+            while not stop.is_set():
+                step(context)
+        except Exception as error:
+            errors.append(error)
+
+    workers = [threading.Thread(target=run, args=(context,)) for context in (nullcontext, ts.built)]
+    for worker in workers:
+        worker.start()
+    for _ in range(30):
+        step(ts.built)
+    stop.set()
+    for worker in workers:
+        worker.join()
+    assert not errors
+    found, count = grads(model), len(passes)
+    model.zero_grad()
+    step()
+    assert_same(found, {name: None if value is None else count * value for name, value in grads(model).items()})
+
+
 def test_without_gradients():
     torch.manual_seed(0)
     model = Branches()
@@ -308,8 +484,50 @@ def test_gradients_in_a_block_that_was_entered_without():
     assert_same(grads(model), expected)
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("make", [
+    lambda: ts.OrthoConv2d(4, 4, 3), lambda: ts.OrthoConv2d(4, 4, 3, method="soc"),
+    lambda: ts.FourierOrthoConv2d(4, 4, 3), lambda: ts.SLLBlock2d(4, 4, 3),
+])  # fmt: skip
+def test_a_first_pass_without_gradients_in_a_block(make, context):
+    torch.manual_seed(0)
+    model = nn.Sequential(make(), nn.Tanh())
+
+    def step(m):
+        with context():
+            assert not m(images()).requires_grad
+        plain_step(m)
+
+    assert_same(*two_ways(model, step))
+
+
+def initialise(model):
+    nn.init.normal_(model.first.free_tensors[0])
+
+
+def step_through_data(model):
+    model.first.free_tensors[0].data.add_(1)
+    torch.optim.SGD(model.first.free_tensors).step()
+
+
+def replace_data(model):
+    model.first.free_tensors[0].data = torch.randn_like(model.first.free_tensors[0])
+
+
+def replace(model):
+    model.first.parametrizations["weight"].original0 = nn.Parameter(torch.randn_like(model.first.free_tensors[0]))
+
+
+def load(model):
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+
+
+def load_by_assignment(model):
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()}, assign=True)
+
+
 @pytest.mark.parametrize("change", [
-    torch.nn.init.normal_, lambda tensor: tensor.data.add_(1) is None or torch.optim.SGD([tensor]).step()
+    initialise, step_through_data, replace_data, replace, load, load_by_assignment, nn.Module.double,
 ])  # fmt: skip
 def test_a_free_tensor_changed_in_the_block_is_an_error(change):
     model = Branches()
@@ -317,13 +535,14 @@ def test_a_free_tensor_changed_in_the_block_is_an_error(change):
     def step(passes):
         with ts.built(model):
             plain_step(model)
-            change(model.first.free_tensors[0])
+            change(model)
             for _ in range(passes):
-                model(images())
+                model(images().to(model.first.bias.dtype))
 
     for passes in (0, 1):  # told at the exit, or at the next use
         with pytest.raises(RuntimeError, match="changed in place inside of"):
             step(passes)
+        model.float()
     model(images())
 
 
@@ -350,6 +569,61 @@ def test_hooks_of_free_tensors_see_the_sum_once():
         with pytest.raises(RuntimeError, match="create_graph=True"):
             model(images()).sum().backward(create_graph=True)
     torch.testing.assert_close(seen, [2 * once], rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_after_the_gradient():
+    torch.manual_seed(0)
+    model, seen = Branches(), []
+    for tensor in model.first.free_tensors:
+        tensor.register_post_accumulate_grad_hook(lambda tensor: seen.append(tensor.grad.clone()))
+    plain_step(model)
+    once = list(seen)
+    seen.clear()
+    model.zero_grad()
+    with ts.built(model):
+        plain_step(model)
+        plain_step(model)
+        assert not seen
+    torch.testing.assert_close(seen, [2 * grad for grad in once], rtol=1e-4, atol=1e-5)
+
+
+def test_an_optimizer_that_steps_in_the_backward_pass():
+    found = []
+    for context in (nullcontext, ts.built):
+        torch.manual_seed(0)
+        model = Branches()
+        for parameter in model.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.01)
+
+            def step(parameter, optimizer=optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+        for _ in range(3):
+            with context(model):
+                plain_step(model)
+        found.append(model.state_dict())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}])
+def test_optimizers(options):
+    found = []
+    for context in (nullcontext, ts.built):
+        torch.manual_seed(0)
+        model = Branches().double()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, **options)
+        for number in range(4):
+            optimizer.zero_grad(set_to_none=number != 2)
+            with context(model):
+                model(images(dtype=torch.float64)).square().sin().sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        found.append(model.state_dict())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-8)
+    with pytest.raises(RuntimeError, match="changed in place inside of"), ts.built(model):
+        optimizer.step()
 
 
 def test_copies_are_not_in_the_block():

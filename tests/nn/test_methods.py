@@ -286,3 +286,27 @@ def test_every_geometry(case, transposed, name):
         for tensor in layer.free_tensors:
             tensor.normal_()
     check_spectrum(layer, shape)
+
+
+@pytest.mark.parametrize("feature", ["more channels", "stride, few", "3-D", "transposed"])
+def test_axis_order(feature):
+    sizes = FEATURES[feature][-1]
+    order = tuple(range(len(sizes)))[::-1]
+    layer, shape = make("aoc", feature, axis_order=order)
+    check_spectrum(layer, shape)
+    check_spectrum(layer.adjoint(), tuple(layer(torch.zeros(1, *shape, dtype=torch.float64)).shape[1:]))
+    plain, _ = make("aoc", feature)
+    same, _ = make("aoc", feature, axis_order=range(len(sizes)))
+    for other in (plain, same):
+        other.load_state_dict(layer.state_dict())
+    assert torch.equal(plain.weight, same.weight)
+    assert (plain.weight - layer.weight).abs().max() > 1e-3  # projectors do not commute
+    twin, _ = make("aoc", feature, axis_order=order)
+    twin.weight = layer.weight
+    torch.testing.assert_close(twin.weight, layer.weight)
+
+
+@pytest.mark.parametrize("order", [(0,), (0, 0), (1, 2), "10", 1, (0.0, 1.0), (True, False)])
+def test_orders_that_are_none(order):
+    with pytest.raises(ValueError, match=r"axis_order=.*must be the axes \(0, 1\)"):
+        ts.OrthoConv2d(4, 4, 3, axis_order=order)

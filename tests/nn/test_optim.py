@@ -1,5 +1,6 @@
-"""ProjUNN: the algebra of a step against dense formulas, and a recurrent network that learns."""
+"""ProjUNN: the algebra of a step against dense formulas, and a recurrent network that learns; groups of parameters."""
 
+import copy
 import math
 
 import pytest
@@ -10,6 +11,57 @@ from torch import nn
 import trysquare as ts
 from trysquare.nn.linalg.fourier import apply_response, orthogonal_response
 from trysquare.nn.linalg.unitary import distance_from_unitary, low_rank_factors, polish, rotate
+
+
+def names_by_group(model, **options):
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {g["name"]: {names[p] for p in g["params"]} for g in ts.parameter_groups(model, **options)}
+
+
+def test_only_plain_weights_decay():
+    model = nn.Sequential(
+        ts.OrthoConv2d(3, 8, 3), ts.BatchCentering(8), ts.Householder(8), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8),
+        ts.LearnableResidual(ts.SLLBlock2d(8)), ts.FourierOrthoConv2d(8, 8, 3), nn.Flatten(),
+        nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)), ts.UnitNormLinear(8, 4),
+    )  # fmt: skip
+    groups = names_by_group(model, weight_decay=0.1)
+    assert groups["decayed"] == {"3.weight"}
+    free = {name for name in dict(model.named_parameters()) if ".original" in name} | {"6.weight"}
+    assert groups["free"] == free
+    assert groups["other"] == set(dict(model.named_parameters())) - free - {"3.weight"}
+    assert [(g["lr"], g["weight_decay"]) for g in ts.parameter_groups(model, lr=0.2, weight_decay=0.1)] == [
+        (0.2, 0.0), (0.2, 0.1), (0.2, 0.0)
+    ]  # fmt: skip
+
+
+def test_frozen_and_shared_parameters_and_what_is_no_model():
+    model = nn.Sequential(ts.OrthoLinear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[2].weight = model[1].weight
+    model[0].requires_grad_(False)
+    assert names_by_group(model) == {"decayed": {"1.weight"}, "other": {"1.bias", "2.bias"}}
+    assert ts.parameter_groups(nn.Sequential()) == []
+    with pytest.raises(TypeError, match="list"):
+        ts.parameter_groups(list(model.parameters()))
+
+
+@pytest.mark.parametrize("method", ["aoc", "bcop", "rko", "sc-fac", "bro", "aol"])
+@pytest.mark.parametrize("orthogonalizer", ["cholesky", "qr", "newton_schulz"])
+def test_decay_of_free_tensors_leaves_the_weight_and_makes_steps_longer(method, orthogonalizer):
+    if not ts.METHODS[method].uses_orthogonalizer and orthogonalizer != "cholesky":
+        return
+    options = {"orthogonalizer": orthogonalizer} if ts.METHODS[method].uses_orthogonalizer else {}
+    layer = ts.OrthoConv2d(4, 8, 3, stride=2, method=method, dtype=torch.float64, **options)
+    before = layer.weight.detach().clone()
+    (2 * layer.weight).sin().sum().backward()
+    gradients = [tensor.grad.clone() for tensor in layer.free_tensors]
+    layer.zero_grad()
+    with torch.no_grad():
+        for tensor in layer.free_tensors[: 1 if method == "aol" else None]:
+            tensor.mul_(0.5)
+    torch.testing.assert_close(layer.weight, before)
+    (2 * layer.weight).sin().sum().backward()
+    for tensor, gradient in list(zip(layer.free_tensors, gradients, strict=True))[: 1 if method == "aol" else None]:
+        torch.testing.assert_close(tensor.grad, 2 * gradient)
 
 
 def unitary(*shape, dtype=torch.complex128):
@@ -228,3 +280,104 @@ def test_groups_that_are_added_are_checked():
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [nn.Parameter(torch.eye(3))], "rank": 2})
     assert [group["rank"] for group in optimizer.param_groups] == [1, 2]
+
+
+def trained(optimizer, parameters, steps, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_lookahead_is_its_recursion(share):
+    start, gradients = torch.randn(7, dtype=torch.float64), torch.randn(10, 7, dtype=torch.float64)
+    x = nn.Parameter(start.clone())
+    optimizer = torch.optim.SGD([x], lr=0.1)
+    ts.optim.Lookahead(optimizer, 4, share)
+    fast, slow = start.clone(), start.clone()
+    for number, gradient in enumerate(gradients, 1):
+        x.grad = gradient.clone()
+        optimizer.step()
+        fast = fast - 0.1 * gradient
+        if number % 4 == 0:
+            slow = slow + share * (fast - slow)
+            fast = slow
+        torch.testing.assert_close(x.detach(), fast, rtol=0, atol=1e-14)
+
+
+def test_the_average_is_its_recursion_and_leaves_training_alone():
+    start, gradients = torch.randn(7, dtype=torch.float64), torch.randn(30, 7, dtype=torch.float64)
+    x = nn.Parameter(start.clone())
+    optimizer = torch.optim.SGD([x], lr=0.1)
+    average = ts.optim.MovingAverage(optimizer, 0.6)
+    plain, mean = start.clone(), start.clone()
+    for number, gradient in enumerate(gradients, 1):
+        x.grad = gradient.clone()
+        optimizer.step()
+        plain = plain - 0.1 * gradient
+        decay = min(0.6, (1 + number) / (10 + number))
+        mean = decay * mean + (1 - decay) * plain
+        before = x.detach().clone()
+        with average.applied():
+            torch.testing.assert_close(x.detach(), mean, rtol=0, atol=1e-14)
+        assert torch.equal(x.detach(), before)
+        torch.testing.assert_close(before, plain, rtol=0, atol=1e-14)
+
+
+def test_an_error_within_the_average_gives_the_parameters_back():
+    layer = ts.OrthoLinear(4, 4)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    average = ts.optim.MovingAverage(optimizer)
+    trained(optimizer, list(layer.parameters()), 3)
+    weight = layer.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="inside"), average.applied():
+        raise RuntimeError("inside")
+    assert torch.equal(layer.weight, weight)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.SGD])
+def test_both_go_on_from_a_checkpoint(kind):
+    def made():
+        torch.manual_seed(0)
+        layer = ts.OrthoLinear(5, 4)
+        optimizer = kind(layer.parameters(), lr=0.01)
+        ts.optim.Lookahead(optimizer, 3)
+        return layer, optimizer, ts.optim.MovingAverage(optimizer, 0.9)
+
+    whole, optimizer, average = made()
+    trained(optimizer, list(whole.parameters()), 4, seed=1)
+    weights = {name: value.clone() for name, value in whole.state_dict().items()}
+    state = copy.deepcopy(optimizer.state_dict())
+    trained(optimizer, list(whole.parameters()), 4, seed=2)
+
+    resumed, later, later_average = made()
+    resumed.load_state_dict(weights)
+    later.load_state_dict(state)
+    trained(later, list(resumed.parameters()), 4, seed=2)
+    assert torch.equal(resumed.weight, whole.weight)
+    with average.applied(), later_average.applied():
+        assert torch.equal(resumed.weight, whole.weight)
+
+
+def test_what_has_no_gradient_yet_is_left_alone():
+    early, late = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.NAdam([early, late], lr=0.1)
+    ts.optim.Lookahead(optimizer, 2)
+    average = ts.optim.MovingAverage(optimizer)
+    trained(optimizer, [early], 2)
+    late.grad = None
+    with average.applied():
+        assert torch.equal(late, torch.ones(2))
+    trained(optimizer, [late], 4)
+    assert not torch.equal(late, torch.ones(2))
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, math.nan, "x"])
+def test_shares_are_checked(wrong):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ValueError, match="share="):
+        ts.optim.Lookahead(optimizer, 5, wrong)
+    with pytest.raises(ValueError, match="decay="):
+        ts.optim.MovingAverage(optimizer, wrong)

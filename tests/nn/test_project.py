@@ -147,7 +147,7 @@ def test_what_cannot_be_reached_is_refused_at_once(case):
 
 def test_the_numbers_in_the_refusal_are_the_singular_values():
     layer = ts.OrthoLinear(3, 2)
-    with pytest.raises(ValueError, match=r"reach from 0.5 to 3, and would have to be 1"):
+    with pytest.raises(ValueError, match=r"reach from 0.5 to 3, and must be 1"):
         layer.weight = torch.tensor([[0.0, 3.0, 0.0], [0.5, 0.0, 0.0]])
     kernel = ts.OrthoConv2d(1, 1, 1)
     with pytest.raises(ValueError, match=r"reach from 7 to 7"):

@@ -352,6 +352,31 @@ def check_compiled(rank, size):
         loss(model, batch().chunk(size)[rank]).backward()
 
 
+def check_passes(rank, size):
+    """What else than a loss is differentiated: a gradient penalty, a model that is frozen for a pass."""
+
+    def step(model, x):
+        x = x.clone().requires_grad_()
+        score = model(x).square().mean()
+        (grad,) = torch.autograd.grad(score, x, create_graph=True)
+        (score + grad.square().sum()).backward()
+        model.requires_grad_(False)
+        model(x).square().mean().backward()
+        model.requires_grad_(True)
+        model.frozen.requires_grad_(False)
+
+    expected = made()
+    parts = batch().chunk(size)
+    for part in parts:
+        step(expected, part)
+    model = made()
+    with ts.built(model, dist.group.WORLD):
+        step(model, parts[rank])
+    close(gradients(model), {n: g if g is None else g / size for n, g in gradients(expected).items()}, 1e-5)
+    with pytest.raises(RuntimeError, match="create_graph=True"), ts.built(model):
+        loss(model, batch()).backward(create_graph=True)
+
+
 CHECKS = [
     check_gradients,
     check_training,
@@ -360,6 +385,8 @@ CHECKS = [
     check_work,
     check_bytes,
     check_compiled,
+    check_passes,
+    check_tied,
     check_refusals,
 ]
 

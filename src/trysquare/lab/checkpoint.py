@@ -38,7 +38,7 @@ Factory = Callable[..., nn.Module] | str
 
 
 def save_checkpoint(
-    path: str | os.PathLike[str], model: nn.Module, factory: str, arguments: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str], model: nn.Module, factory: str, arguments: Mapping[str, object] | None = None
 ) -> None:
     """Write a model so that ``load_model`` can make it again.
 
@@ -76,20 +76,20 @@ def save_checkpoint(
 
 
 def _sealed(content: bytes) -> bytes:
-    """The same with its digest in the place of zeros."""
+    """Return the same with its digest in place of zeros."""
     place = _digest_place(content)
     digest = hashlib.sha256(content).hexdigest().encode()
     return content[:place] + digest + content[place + len(digest) :]
 
 
 def _digest_place(content: bytes) -> int:
-    """Where the digest is in the header of a file; -1 if it has none."""
+    """Return where the digest is in the header of a file; -1 if it has none."""
     length = int.from_bytes(content[:8], "little")
     place = content.find(_DIGEST_KEY.encode(), 8, 8 + length)
     return place + len(_DIGEST_KEY) if place >= 0 else -1
 
 
-def _encoded(value: Any) -> Any:
+def _encoded(value: object) -> object:
     """Plain types as JSON has them, with tuples told from lists."""
     if isinstance(value, tuple):
         return {"tuple": [_encoded(part) for part in value]}
@@ -102,7 +102,7 @@ def _encoded(value: Any) -> Any:
     raise TypeError(f"{value!r:.60} is {type(value).__name__}")
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: object) -> object:
     if isinstance(value, list):
         return [_decoded(part) for part in value]
     if isinstance(value, dict) and set(value) == {"tuple"}:
@@ -122,8 +122,8 @@ def _safetensors() -> Any:
     return safetensors.torch
 
 
-def packed(content: Mapping[str, Any]) -> bytes:
-    """What ``torch.save`` writes, behind a line with its digest."""
+def packed(content: Mapping[str, object]) -> bytes:
+    """Return what ``torch.save`` writes, behind a line with its digest."""
     buffer = io.BytesIO()
     torch.save(dict(content), buffer)
     body = buffer.getvalue()
@@ -134,7 +134,7 @@ _SEAL = b"trysquare checkpoint, sha256 "
 
 
 def unpacked(path: Path) -> dict[str, Any]:
-    """What ``packed`` made, of its digest; files of before that have none.
+    """Return what ``packed`` was given, after a look at its digest; older files have none.
 
     Raises:
         ValueError: if it is damaged, something else, or claims more memory than its length.
@@ -156,7 +156,7 @@ def unpacked(path: Path) -> dict[str, Any]:
 
 
 def load_model(source: str | os.PathLike[str], factory: Factory | None = None) -> nn.Module:
-    """A model in eval mode, from a checkpoint file, a run directory, or ``"package.module:factory"``.
+    """Return a model in eval mode, from a checkpoint file, a run directory, or ``"package.module:factory"``.
 
     Files run nothing: a model of ``trysquare.models`` is made again by name and arguments; for any other one, say what
     makes it. While the module of a factory that you name is imported, the working directory is the last place in which
@@ -203,7 +203,7 @@ class _MisfitError(ValueError):
     """Weights that are not those of a model."""
 
 
-def require_fit(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+def require_fit(wanted: Mapping[str, object], found: Mapping[str, object]) -> None:
     """Compare weights from a file with those of the model that they are for, before any of them is copied.
 
     Number formats may be others if nothing is lost: bfloat16 becomes float32, and float64 does not.
@@ -242,7 +242,7 @@ MODEL_FILES = ("model.safetensors", "model.pt")
 
 
 def model_file(source: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint that is meant: a file, or that of a run directory; ``None`` if it is neither.
+    """Return the checkpoint that is meant: a file, or that of a run directory; ``None`` if it is neither.
 
     Raises:
         ValueError: if it is a directory without one.
@@ -256,7 +256,7 @@ def model_file(source: str | os.PathLike[str]) -> Path | None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """What ``save_checkpoint`` wrote: factory, arguments, weights, and the number of parameters.
+    """Return what ``save_checkpoint`` wrote: factory, arguments, weights, and the number of parameters.
 
     Raises:
         ValueError: if it is something else, or damaged.
@@ -303,7 +303,7 @@ def _read_safetensors(content: bytes) -> dict[str, Any]:
 
 
 def _read_old(content: bytes) -> dict[str, Any]:
-    """A file of ``torch.save``, as there were before safetensors."""
+    """Return a file of ``torch.save``, as there were before safetensors."""
     found = read_archive(content)
     if not isinstance(found, dict) or set(found) != _KEYS:
         raise ValueError(f"it must hold {sorted(_KEYS)}")
@@ -311,15 +311,15 @@ def _read_old(content: bytes) -> dict[str, Any]:
     return {**found, "parameters": sum(value.numel() for value in weights if isinstance(value, Tensor))}
 
 
-def _built(arguments: Mapping[str, Any]) -> nn.Module:
-    """A model of ``trysquare.models``; nothing else is imported or run for it."""
+def _built(arguments: Mapping[str, object]) -> nn.Module:
+    """Return a model of ``trysquare.models``; nothing else is imported or run for it."""
     if not isinstance(arguments.get("name"), str) or not all(isinstance(key, str) for key in arguments):
         raise ValueError(f"the arguments {shown(arguments)} must be the name of a model, and options by their names")
     return _called(importlib.import_module("trysquare.lab.models").build, REGISTRY, arguments)
 
 
-def _made(factory: Factory, arguments: Mapping[str, Any]) -> nn.Module:
-    """What the factory of a user makes."""
+def _made(factory: Factory, arguments: Mapping[str, object]) -> nn.Module:
+    """Return what the factory of a user makes."""
     if not isinstance(factory, str):
         return _called(factory, getattr(factory, "__name__", repr(factory)), arguments)
     module_name, _, name = factory.partition(":")
@@ -340,7 +340,7 @@ def _made(factory: Factory, arguments: Mapping[str, Any]) -> nn.Module:
     return make if isinstance(make, nn.Module) else _called(make, factory, arguments)
 
 
-def _called(make: Callable[..., Any], name: str, arguments: Mapping[str, Any]) -> nn.Module:
+def _called(make: Callable[..., object], name: str, arguments: Mapping[str, object]) -> nn.Module:
     try:
         model = make(**arguments)
     except (Exception, SystemExit) as error:  # whatever the factory does
@@ -351,7 +351,7 @@ def _called(make: Callable[..., Any], name: str, arguments: Mapping[str, Any]) -
 
 
 def _as_module(path: Path) -> str:
-    """How ``python -m`` would name a file, from the working directory or from its own folder."""
+    """Return how ``python -m`` would name a file, from the working directory or from its own folder."""
     parts = path.with_suffix("").parts
     if path.is_absolute() or ".." in parts:
         return f"in the folder {path.parent}, {parts[-1]}"

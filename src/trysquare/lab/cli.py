@@ -14,9 +14,10 @@ from typing import NoReturn
 from trysquare.files import check_writable, replacing
 from trysquare.lab import training
 from trysquare.lab.checkpoint import load_model
-from trysquare.lab.plotting import check_picture, plot_spectra
+from trysquare.lab.plotting import check_picture, plot_curves, plot_spectra
 from trysquare.lab.report import recipe_images, write_report
 from trysquare.lab.training.recipe import quotient
+from trysquare.lab.training.sweep import split_choices
 from trysquare.naming import shown
 from trysquare.nn.export import FORMATS
 from trysquare.verify.auditing import audit
@@ -94,7 +95,7 @@ _LONGEST_MESSAGE, _KEPT_OF_MESSAGE = 2000, 900
 
 
 def _brief(message: str) -> str:
-    """A message on one line, without the middle of what is too long to be read.
+    """Return a message on one line, without the middle of what is too long to be read.
 
     Names in files of strangers are part of messages, so that what would steer a terminal is left out.
     """
@@ -138,6 +139,26 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a recipe, or a YAML file; default digits")
     train.add_argument("--out", type=Path, metavar="DIR", help="directory of the run; default runs/RECIPE-DATE-TIME")
     train.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in this directory")
+
+    sweep = add("sweep", _sweep, "choose values of a recipe on training images that are held out", None, examples)
+    sweep.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a recipe, or a YAML file; default digits")
+    sweep.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=A,B", help="values to choose from: optimizer.lr=1e-3,3e-3"
+    )
+    sweep.add_argument(
+        "--budget", type=_duration, metavar="TIME", help="training of each run of the last round: 90s, 5m, 2h"
+    )
+    sweep.add_argument(
+        "--radius", type=_radius, metavar="R", help="compare what is certified there; default the smallest"
+    )
+    sweep.add_argument("--out", type=Path, metavar="DIR", help="directory; default sweeps/RECIPE-DATE-TIME")
+    sweep.add_argument("--resume", type=Path, metavar="DIR", help="go on with the sweep in this directory")
+
+    find_lr = add("find-lr", _find_lr, "raise the learning rate until accuracy stops growing", None, examples)
+    find_lr.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a recipe, or a YAML file; default digits")
+    find_lr.add_argument("--steps", type=int, default=500, metavar="N", help="of each training; default 500")
+    find_lr.add_argument("--start", type=float, default=1e-4, metavar="LR", help="first rate; default 1e-4")
+    find_lr.add_argument("--factor", type=float, default=2.0, metavar="F", help="to the next rate; default 2")
 
     moved = "Data that has moved since: --data.root DIR"
     certify = add("certify", _certify, "certify the test images of a run", _AFTERWARDS, moved)
@@ -197,6 +218,20 @@ def _radius(text: str) -> float:
     return radius
 
 
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+def _duration(text: str) -> float:
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
+    try:
+        seconds = float(number) * _UNITS[unit]
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{shown(text)} must be a time, such as 90s, 5m or 2h")
+    return seconds
+
+
 def _recipes(options: argparse.Namespace, overrides: Mapping[str, object]) -> None:
     found = training.recipes()
     width = max(map(len, found))
@@ -213,6 +248,37 @@ def _train(options: argparse.Namespace, overrides: Mapping[str, object]) -> None
         run = training.resume(options.resume, overrides)
     if training.is_main_process():
         print(run.path)
+
+
+def _sweep(options: argparse.Namespace, overrides: Mapping[str, object]) -> None:
+    given = (options.recipe, options.set, options.budget, options.radius, options.out)
+    if options.resume is not None:
+        if any(given) or overrides:
+            raise ValueError("--resume takes all else from the sweep: leave out RECIPE, --set, --budget and the rest")
+        sweep = training.load_sweep(options.resume)
+    else:
+        if not options.set or options.budget is None:
+            raise ValueError("say what to choose from, and how long: --set optimizer.lr=1e-3,3e-3 --budget 5m")
+        recipe = training.read_recipe(options.recipe or "digits", overrides)
+        choices = split_choices(options.set)
+        sweep = training.start_sweep(recipe, choices, options.budget, options.out, radius=options.radius)
+    for line in sweep.run():
+        print(line, file=sys.stderr, flush=True)
+    print(sweep)
+    best = sweep.best().path
+    print(f"best run: {best}; its recipe: {sweep.path / 'best.yaml'}; on the test images: trysquare certify {best}")
+    labels = "seconds of training", "certified accuracy, validation"
+    plot_curves(sweep.curves(), labels, sweep.path / "sweep.png")
+    print(f"picture: {sweep.path / 'sweep.png'}")
+
+
+def _find_lr(options: argparse.Namespace, overrides: Mapping[str, object]) -> None:
+    recipe, rates = training.read_recipe(options.recipe or "digits", overrides), []
+    print(f"learning rate  accuracy after {options.steps} steps, on images held out of training", flush=True)
+    for rate in training.find_lr(recipe, steps=options.steps, start=options.start, factor=options.factor):
+        rates.append(rate)
+        print(f"{rate.lr:<13.4g}  {'not finite' if rate.found is None else f'{rate.found.accuracy:.1%}'}", flush=True)
+    print(f"take --optimizer.lr {training.best_rate(rates).lr:.4g}")
 
 
 def _certify(options: argparse.Namespace, overrides: Mapping[str, object]) -> None:

@@ -16,7 +16,7 @@ import pickletools
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,10 +101,10 @@ def encode(text: str, encoding: str) -> bytes:
 
 def read_pickle(
     program: bytes,
-    stand_ins: Mapping[tuple[str, str], Any],
-    storage: Callable[[Any], Any] | None = None,
+    stand_ins: Mapping[tuple[str, str], object],
+    storage: Callable[[object], object] | None = None,
 ) -> Any:
-    """The value of a pickle that holds plain data, and what it makes by the names that it may use.
+    """Return the value of a pickle that holds plain data, and what it makes by the names that it may use.
 
     Args:
         program: the pickle.
@@ -119,10 +119,10 @@ def read_pickle(
     refuse_bombs(program, stand_ins)
 
     class Reader(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
+        def find_class(self, module: str, name: str) -> object:
             return stand_ins[module, name]
 
-        def persistent_load(self, pid: Any) -> Any:
+        def persistent_load(self, pid: object) -> object:
             if storage is None:
                 raise pickle.UnpicklingError("it refers to something outside of itself")
             return storage(pid)
@@ -205,7 +205,7 @@ def _require_open(value: _Value, kind: str, parts: list[_Value]) -> None:
 
 
 def _made(kind: str, argument: object, parts: list[_Value], names: Collection[tuple[str, str]]) -> _Value:
-    """A new value, still without its parts."""
+    """Return a new value, still without its parts."""
     if kind == "text":
         assert isinstance(argument, str | bytes)
         return _Value(kind, argument if len(argument) < 200 else None, length=len(argument))
@@ -283,7 +283,7 @@ _LONGEST_AXIS, _MOST_AXES = 2**40, 32
 
 
 def read_archive(content: bytes) -> Any:
-    """What ``torch.save`` wrote: plain data and dense tensors, which come to the processor.
+    """Return what ``torch.save`` wrote: plain data and dense tensors, which come to the processor.
 
     Raises:
         ValueError: if it claims more memory than its length. ``torch.save`` compresses nothing, so whatever is
@@ -310,7 +310,7 @@ def _require_plain(members: list[zipfile.ZipInfo], size: int) -> None:
         raise ValueError("its parts are not in one folder")
 
 
-class _OrderedDict(dict[str, Any]):
+class _OrderedDict(dict[str, object]):
     """Stand-in of the type of state dictionaries."""
 
     def __init__(self) -> None:
@@ -319,7 +319,7 @@ class _OrderedDict(dict[str, Any]):
     def __setstate__(self, state: object) -> None:
         """Versions of the modules, which nothing here depends on."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return OrderedDict, (), None, None, iter(self.items())
 
 
@@ -346,7 +346,7 @@ class _Archive:
         return read_pickle(self.archive.read(f"{self.folder}/data.pkl"), stand_ins, self.storage)
 
     def storage(self, identity: Any) -> Tensor:
-        """All numbers of a storage, in one axis."""
+        """Return all numbers of a storage, in one axis."""
         kind, dtype, key, _, count = identity
         if kind not in ("storage", b"storage") or not isinstance(dtype, torch.dtype) or type(key) is not str:
             raise ValueError(f"expected the type and name of a storage, found {shown(identity)}")
@@ -362,11 +362,11 @@ class _Archive:
         self,
         flat: Tensor,
         offset: int,
-        size: Any,
-        stride: Any,
-        _grad: Any = False,
-        _hooks: Any = None,
-        more: Any = None,
+        size: Sequence[int],
+        stride: Sequence[int],
+        _grad: object = False,
+        _hooks: object = None,
+        more: object = None,
     ) -> Tensor:
         """Stand-in of ``torch._utils._rebuild_tensor_v2``."""
         axes = (offset, *size, *stride)

@@ -1,8 +1,9 @@
-"""Spectra as a picture."""
+"""Spectra and curves as pictures."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,26 @@ def plot_spectra(report: AuditReport, path: str | os.PathLike[str]) -> None:
     axes.set(xlabel="share of the singular values", ylabel="singular value", title=report.summary)
     if len(rows) <= 40:
         axes.legend(fontsize="xx-small", ncols=2)
+    with replacing(path) as file:
+        figure.savefig(file, format=_format(path))
+
+
+def plot_curves(
+    curves: Mapping[str, Sequence[tuple[float, float]]], labels: tuple[str, str], path: str | os.PathLike[str]
+) -> None:
+    """Draw lines by name, the first above the others, and write the picture; ``labels`` are those of the axes.
+
+    Raises:
+        ValueError: if matplotlib is not installed or does not know the format, or the file cannot be written.
+    """
+    check_picture(path)
+    figure = _figure()
+    axes = figure.subplots()
+    for place, (name, points) in enumerate(curves.items()):
+        axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name, zorder=len(curves) - place)
+    axes.set(xlabel=labels[0], ylabel=labels[1])
+    if 0 < len(curves) <= 40:
+        axes.legend(fontsize="xx-small")
     with replacing(path) as file:
         figure.savefig(file, format=_format(path))
 

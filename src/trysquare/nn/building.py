@@ -14,7 +14,7 @@ the others, and takes the mean of their gradients back to the free tensors.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import RLock
@@ -26,8 +26,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from trysquare import torch_internals
-from trysquare.nn.linalg.precision import at_least_float32, protected
-from trysquare.nn.parametrizations.base import Caching, Parametrization, WeightCache, plainly_laid_out, state_of
+from trysquare.nn.linalg.precision import apply_function, at_least_float32, differentiated_once, protected
+from trysquare.nn.parametrizations.base import (
+    Caching,
+    Parametrization,
+    Slots,
+    WeightCache,
+    parameters_of,
+    plainly_laid_out,
+    state_of,
+)
 from trysquare.nn.sharing import Elsewhere, Ranks, managed_by_fsdp, shares
 
 __all__ = ["built"]
@@ -115,7 +123,9 @@ class _Block:
         self.lock = RLock()
         self.open = True
         self.anchor = torch.zeros((), requires_grad=True)  # makes autograd record what reaches no free tensor
-        self.weights: dict[tuple[WeightCache, Any], _Weight] = {}
+        self.weights: dict[tuple[WeightCache, Hashable], _Weight] = {}
+        # What was built at once, with the graph of its construction, and the weights that it consists of.
+        self.batches: list[tuple[Tensor, list[_Weight]]] = []
         self.model, self.ranks, self.owner_only = model, ranks, owner_only
         self.differentiable = torch.is_grad_enabled()
         self.stand_ins: dict[Tensor, Tensor] = {}  # of free tensors, in the graphs of what this rank builds for all
@@ -170,11 +180,15 @@ class _Block:
         sources = [[self._stand_in(tensor) for tensor in free] for free in frees] if shared else frees
         with _as_for_training(wanted):
             made = _built_together(alike, sources)
-        for part, free, exact in zip(alike, frees, made, strict=True):
+        exact = made.detach().unbind() if len(alike) > 1 else [made.detach()]
+        weights = []
+        for part, free, weight in zip(alike, frees, exact, strict=True):
             if wanted:
-                self.weights[part.cache, None] = _Weight(self, exact, free, partial(part.built, free))
+                weights.append(_Weight(self, weight, part.slots, list(part.slots), partial(part.built, free)))
+                self.weights[part.cache, None] = weights[-1]
             else:
-                part.cache.store(exact, part.slots, part.slots)
+                part.cache.store(weight, part.slots, part.slots)
+        self.batches.append((made, weights))
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         if tensor not in self.stand_ins:
@@ -186,7 +200,7 @@ class _Block:
         held = [self.weights.get((part.cache, None)) for part in self.owners]
         with _as_for_training(False):
             mine = [
-                part.like.new_empty(part.weight_shape) if weight is None else weight.exact.detach()
+                part.like.new_empty(part.weight_shape) if weight is None else weight.exact
                 for part, weight in zip(self.owners, held, strict=True)
             ]
             assert self.ranks is not None
@@ -194,25 +208,32 @@ class _Block:
         for part, weight, given in zip(self.owners, held, all_of_them, strict=True):
             if weight is None:
                 free = list(part.slots.values())
-                self.weights[part.cache, None] = _Weight(self, given, free, partial(part.built, free))
+                build = partial(part.built, free)
+                self.weights[part.cache, None] = _Weight(self, given, part.slots, list(part.slots), build)
 
     def weight(
-        self, build: Callable[[], Tensor], cache: WeightCache, slots: dict[str, Any], names: Sequence[str], key: Any
+        self, build: Callable[[], Tensor], cache: WeightCache, slots: Slots, names: Sequence[str], key: Hashable
     ) -> Tensor:
         """Return a weight: the one of this block if somebody may want its gradient, otherwise that of the cache."""
-        free = [slots[name] for name in names]
+        free = parameters_of(slots, names)
         with self.lock:
             weight = self.weights.get((cache, key))
             if weight is None:
                 if not _wanted(free):
                     return cache.get(build, slots, names, key)
-                if torch_internals.transforms_are_active():
+                if torch_internals.transforms_are_active() or not self.open:
                     return build()
                 # Inside of a checkpoint the hooks would keep this graph for a pass in which it is not built again.
                 with _as_for_training(True), saved_tensors_hooks(_same, _same):
-                    weight = self.weights[cache, key] = _Weight(self, build(), free, build)
+                    made = build()
+                    weight = self.weights[cache, key] = _Weight(self, made.detach(), slots, names, build)
+                self.batches.append((made, [weight]))
             weight.check()
-            return weight.handed if torch.is_grad_enabled() else weight.exact.detach()
+            if not _wanted(free):
+                return weight.exact.detach()
+            if [tensor.requires_grad for tensor in free] != weight.trains:
+                return build()  # some are frozen for this pass only, whose gradients go their own way
+            return weight.handed
 
     def close(self) -> None:
         """Hand out no more."""
@@ -237,13 +258,21 @@ class _Block:
                 "ts.built(model, group) was entered without gradients, so that nothing was shared, but backward passes "
                 "ran in it: enter it with gradients enabled"
             )
-        inputs = {id(tensor): tensor for weight in met for tensor in weight.free if tensor.requires_grad}
+        inputs = list(dict.fromkeys(tensor for weight in met for tensor in weight.trained))
         if met:
             # Only to the free tensors of these: of a batch, others would get zeros where they have None.
-            grads = [weight.total().to(weight.exact.dtype) for weight in met]
-            torch.autograd.backward([weight.exact for weight in met], grads, inputs=list(inputs.values()))
+            made, grads = self._gradients_of_batches({weight: weight.total() for weight in met})
+            with _unfrozen(inputs):
+                torch.autograd.backward(made, grads, inputs=inputs)
         if self.ranks is not None and self.differentiable:
             self._average(self.ranks, shared)
+
+    def _gradients_of_batches(self, totals: dict[_Weight, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what was built at once that includes these weights, and its gradients."""
+        met = [(made, weights) for made, weights in self.batches if any(weight in totals for weight in weights)]
+        grads = [[totals[w] if w in totals else w.total() for w in weights] for _, weights in met]
+        joined = [torch.stack(each) if len(each) > 1 else each[0] for each in grads]
+        return [made for made, _ in met], [grad.to(made.dtype) for grad, (made, _) in zip(joined, met, strict=True)]
 
     def _average(self, ranks: Ranks, shared: dict[_Weight, int]) -> None:
         """Take the means of the gradients over all ranks to the free tensors, and to all other parameters."""
@@ -274,30 +303,32 @@ class _Block:
         ranks.average([parameter.grad for parameter in means if parameter.grad is not None])
 
         sums = ranks.reduce([weight.total() for weight, _ in pairs], [owner for _, owner in pairs])
-        own = [(w, total) for (w, owner), total in zip(pairs, sums, strict=True) if owner == ranks.rank]
+        own = {w: total / ranks.size for (w, owner), total in zip(pairs, sums, strict=True) if owner == ranks.rank}
         found: dict[Tensor, Tensor] = {}
         if own:
-            targets = {tensor: self.stand_ins[tensor] for w, _ in own for tensor in w.free if tensor.requires_grad}
-            exact, grads = [w.exact for w, _ in own], [total.div_(ranks.size).to(w.exact.dtype) for w, total in own]
-            crossed = torch.autograd.grad(exact, list(targets.values()), grads, materialize_grads=True)
+            targets = {tensor: self.stand_ins[tensor] for weight in own for tensor in weight.trained}
+            made, grads = self._gradients_of_batches(own)
+            crossed = torch.autograd.grad(made, list(targets.values()), grads, materialize_grads=True)
             found = dict(zip(targets, crossed, strict=True))
         if not self.owner_only:
-            trained = ((tensor, owner) for weight, owner in pairs for tensor in weight.free if tensor.requires_grad)
-            wanted = list(dict.fromkeys(trained))
+            wanted = list(dict.fromkeys((tensor, owner) for weight, owner in pairs for tensor in weight.trained))
             mine = [found[tensor] if owner == ranks.rank else tensor.detach() for tensor, owner in wanted]
             given = ranks.broadcast(mine, [owner for _, owner in wanted])
             found = {}
             for (tensor, _), grad in zip(wanted, given, strict=True):
                 found[tensor] = found[tensor] + grad if tensor in found else grad
         if found:
-            torch.autograd.backward(list(found), list(found.values()))  # calls the hooks of the free tensors
+            with _unfrozen(found):
+                torch.autograd.backward(list(found), list(found.values()))  # calls the hooks of the free tensors
 
     def forget(self) -> None:
         """Let go of the weights: passes that were not differentiated hold on to what hands them out."""
-        for weight in self.weights.values():
-            del weight.exact, weight.handed
-        self.weights.clear()
-        self.stand_ins.clear()
+        with self.lock:
+            for weight in self.weights.values():
+                del weight.exact, weight.handed, weight.gathered
+            self.weights.clear()
+            self.batches.clear()
+            self.stand_ins.clear()
 
 
 class _Weight:
@@ -305,20 +336,26 @@ class _Weight:
 
     Args:
         block: which hands it out.
-        exact: the weight, with the graph of its construction.
-        free: what it was built from.
+        exact: the weight.
+        slots: what holds the free tensors that it was built from.
+        names: of these.
         build: builds it again.
     """
 
-    def __init__(self, block: _Block, exact: Tensor, free: Sequence[Tensor], build: Callable[[], Tensor]) -> None:
-        self.block, self.exact, self.free, self.build = block, exact, free, build
-        self.states = [state_of(tensor) for tensor in free]
+    def __init__(
+        self, block: _Block, exact: Tensor, slots: Slots, names: Sequence[str], build: Callable[[], Tensor]
+    ) -> None:
+        self.block, self.exact, self.slots, self.names, self.build = block, exact, slots, names, build
+        self.free: list[Tensor] = list(parameters_of(slots, names))
+        self.states = [_state(tensor) for tensor in self.free]
+        self.trains = [tensor.requires_grad for tensor in self.free]
+        self.trained = [tensor for tensor in self.free if tensor.requires_grad]
         self.gathered: Tensor | None = None
         # A pass runs the hooks of all leaves that it reaches, also without a gradient: those of users, and DDP's.
-        hooked = any(tensor._backward_hooks for tensor in free)
+        hooked = any(tensor._backward_hooks or tensor._post_accumulate_grad_hooks for tensor in self.free)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self.reached = [] if hooked or distributed else list(free)
-        self.handed: Tensor = _HandOut.apply(self, block.anchor, *self.reached)
+        self.reached = [] if hooked or distributed else self.free
+        self.handed: Tensor = apply_function(_HandOut, self, block.anchor, *self.reached)
 
     def check(self) -> None:
         """Refuse to go on if a free tensor was changed since the weight was built.
@@ -326,13 +363,13 @@ class _Weight:
         Raises:
             RuntimeError: if one was.
         """
-        if any(state_of(tensor) != state for tensor, state in zip(self.free, self.states, strict=True)):
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.free)
-            raise RuntimeError(
-                f"a free tensor (of shape {shapes}) was changed in place inside of `with ts.built(model)`, so that "
-                "the weight that was built from it is out of date: step the optimizer, clip and initialise outside of "
-                "the block"
-            )
+        for name, tensor, state in zip(self.names, self.free, self.states, strict=True):
+            if self.slots.get(name) is not tensor or _state(tensor) != state:
+                raise RuntimeError(
+                    f"a free tensor (of shape {tuple(tensor.shape)}) was changed in place inside of "
+                    "`with ts.built(model)`, moved or replaced, so that the weight that was built from it is out of "
+                    "date: step the optimizer, load, move and initialise outside of the block"
+                )
 
     def total(self) -> Tensor:
         """Return the sum of the gradients that gathered, which may be none."""
@@ -350,7 +387,7 @@ class _Weight:
             return (None,) * len(leaves)
         differentiated = torch.is_grad_enabled()
         with self.block.lock:
-            if self.block.open and not differentiated and not _asked_for(leaves):
+            if self.block.open and not differentiated and _all_run(leaves):
                 wide = grad.float() if grad.element_size() < 4 else grad  # the sum of many
                 self.gathered = wide if self.gathered is None else self.gathered + wide
                 return (None,) * len(leaves)
@@ -367,15 +404,27 @@ class _Weight:
         return tuple(None if leaf is None else next(found) for leaf in leaves)
 
 
-def _asked_for(leaves: Sequence[Any]) -> bool:
-    """Whether ``torch.autograd.grad`` wants the gradient of one of these leaves in the pass that runs."""
+def _state(tensor: Tensor) -> tuple[int, ...]:
+    return tensor.data_ptr(), *state_of(tensor)
+
+
+def _all_run(leaves: Sequence[Any]) -> bool:
+    """Whether the pass that runs brings gradients to all of these leaves, as plain ``backward`` does."""
     try:
-        for leaf in leaves:
-            if leaf is not None:
-                torch_internals.will_run(leaf)
-    except RuntimeError:  # torch answers for leaves in `backward` only
-        return True
-    return False
+        return all(torch_internals.will_run(leaf) for leaf in leaves if leaf is not None)
+    except RuntimeError:  # torch.autograd.grad, where torch does not answer for leaves
+        return False
+
+
+@contextmanager
+def _unfrozen(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Let tensors that were frozen after some passes take the gradients of these."""
+    frozen = [tensor.requires_grad_() for tensor in tensors if not tensor.requires_grad]
+    try:
+        yield
+    finally:
+        for tensor in frozen:
+            tensor.requires_grad_(False)
 
 
 class _HandOut(torch.autograd.Function):
@@ -397,25 +446,32 @@ def batches(parts: Sequence[Parametrization]) -> list[list[Parametrization]]:
     groups: defaultdict[Any, list[Parametrization]] = defaultdict(list)
     for part in parts:
         free = list(part.slots.values())
-        if part.alike is None or not free or any(type(tensor) is not nn.Parameter for tensor in free):
+        alike = part.alike
+        if alike is None or not free or any(type(tensor) is not nn.Parameter for tensor in free):
             continue
-        if not _wanted(free) and part.cache.fresh():
-            continue
-        large = free[0].device.type == "cpu" and max(min(t.shape[-2:]) for t in free) > _LARGEST_IN_A_BATCH
-        tensors = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in free)
-        groups[id(part) if large else part.alike, _wanted(free), part.like.dtype, tensors].append(part)
-    return list(groups.values())
+        wanted = _wanted(free)
+        if wanted or not part.cache.fresh():
+            groups[alike, wanted, part.like.dtype, *((tensor.dtype, tensor.device) for tensor in free)].append(part)
+    found: list[list[Parametrization]] = []
+    for group in groups.values():
+        found += [[part] for part in group] if _keeps_all_cores_busy(group[0]) else [group]
+    return found
 
 
-def _built_together(alike: Sequence[Parametrization], frees: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-    """Return the weights of parametrizations, in the dtype of their layers."""
+def _keeps_all_cores_busy(part: Parametrization) -> bool:
+    free = list(part.slots.values())
+    return free[0].device.type == "cpu" and max(min(tensor.shape[-2:]) for tensor in free) > _LARGEST_IN_A_BATCH
+
+
+def _built_together(alike: Sequence[Parametrization], frees: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the weights of parametrizations in the dtype of their layers, stacked unless it is only one."""
     first = alike[0]
     if len(alike) == 1:
-        return [first.built(frees[0])]
-    stacked: list[Tensor] = [_Stack.apply(*each) for each in zip(*frees, strict=True)]
+        return first.built(frees[0])
+    stacked: list[Tensor] = [apply_function(_Stack, *each) for each in zip(*frees, strict=True)]
     exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in stacked]
-    together = protected(first.build_together, exact).to(first.like.dtype)
-    return [plainly_laid_out(weight) for weight in together.unbind()]
+    with differentiated_once():  # a second time, each weight is built by itself
+        return plainly_laid_out(protected(first.build_together, exact).to(first.like.dtype))
 
 
 class _Stack(torch.autograd.Function):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,9 @@ from trysquare.nn.counterparts import (
 from trysquare.nn.layers import calls
 from trysquare.nn.tracing import trace, value_of
 from trysquare.progress import track
+
+Shapes = Sequence[int] | Sequence[Sequence[int]]
+"""The shape of one input without the batch, or a list of shapes."""
 
 _BATCH = 2  # samples of the input that is traced
 # Of a projection: on a trained 64x64x3x3 kernel the distance is 0.911 after 20, 0.904 after 40, 0.898 after 100 steps.
@@ -77,7 +80,7 @@ class Conversion:
         return [row for row in self.rows if not row.after]
 
     def __str__(self) -> str:
-        """One line for all rows that differ in nothing but where they are."""
+        """Return one line for all rows that differ in nothing but where they are."""
         groups: dict[tuple[str, str, str], list[Change]] = {}
         for row in self.rows:
             groups.setdefault((row.before, row.after or "CANNOT BE CONVERTED", row.why), []).append(row)
@@ -94,14 +97,14 @@ class Conversion:
         return "\n".join("  ".join(line).rstrip() for line in padded)
 
     def __repr__(self) -> str:
-        """The table."""
+        """Return the table."""
         return str(self)
 
 
 # -- calls
 
 # Calls of torch that are modules too: the class, and the names of the arguments behind the input.
-_FUNCTIONS: dict[str, tuple[Any, str]] = {
+_FUNCTIONS: dict[str, tuple[type[nn.Module], str]] = {
     "relu": (nn.ReLU, ""), "relu6": (nn.ReLU6, ""), "leaky_relu": (nn.LeakyReLU, "negative_slope"),
     "elu": (nn.ELU, "alpha"), "celu": (nn.CELU, "alpha"), "selu": (nn.SELU, ""), "gelu": (nn.GELU, "approximate"),
     "silu": (nn.SiLU, ""), "mish": (nn.Mish, ""), "prelu": (nn.PReLU, ""), "rrelu": (nn.RReLU, "lower upper"),
@@ -148,12 +151,12 @@ def _within(node: fx.Node, name: str) -> str:
 
 
 def _written(node: fx.Node) -> str:
-    """Name of a call as the user wrote it."""
+    """Return the name of a call as the user wrote it."""
     return str(getattr(node.target, "__name__", node.target))
 
 
 def _name(node: fx.Node) -> str:
-    """Name of a call, the same for torch's function, method and operator; with its module if it is not torch's."""
+    """Return the name of a call, the same for function, method and operator, with its module if that is not torch."""
     name = _written(node)
     home = getattr(node.target, "__module__", None) or "torch"
     if node.op == "call_function" and home.split(".")[0] not in ("torch", "_operator", "builtins"):
@@ -210,27 +213,27 @@ class _Converter:
         return any(isinstance(value, Tensor) for value in values) and bool(self._from_input(node))
 
     def _from_input(self, node: fx.Node) -> list[fx.Node]:
-        """The arguments that depend on the input."""
+        """Return the arguments that depend on the input."""
         return [n for n in node.all_input_nodes if n in self.dependent]
 
     def _module(self, node: fx.Node) -> nn.Module:
         path = str(node.target)
         return self.modules[path] if path in self.modules else self.model.get_submodule(path)
 
-    def _value(self, argument: Any) -> Any:
+    def _value(self, argument: object) -> Any:
         return value_of(argument, self.model) if isinstance(argument, fx.Node) else argument
 
-    def _shape(self, argument: Any) -> tuple[int, ...]:
+    def _shape(self, argument: object) -> tuple[int, ...]:
         value = self._value(argument)
         return tuple(value.shape) if isinstance(value, Tensor) else ()
 
     def _count(self, node: fx.Node) -> int:
-        """How many numbers a node has."""
+        """Return how many numbers a node has."""
         value = self._value(node)
         return sum(v.numel() for v in (value if isinstance(value, tuple | list) else (value,)) if v.is_floating_point())
 
     def _channel_axis(self, node: fx.Node) -> int:
-        """The last axis behind a linear layer; the first one after the batch behind a convolution."""
+        """Return the last axis behind a linear layer; the first one after the batch behind a convolution."""
         while node.op != "placeholder":
             node = self._from_input(node)[0]
             kind = type(self._module(node)).__name__ if node.op == "call_module" else _name(node)
@@ -246,10 +249,10 @@ class _Converter:
         given = self._value(self._from_input(node)[0])
         return Request(module, given, self._value(node), self._channel_axis(node), self.options)
 
-    def _put(self, node: fx.Node, module: nn.Module, *args: Any) -> None:
-        """Call a module in the place of ``node``, with ``args``, or what it was given.
+    def _put(self, node: fx.Node, module: nn.Module, *args: fx.node.Argument) -> None:
+        """Call a module in place of ``node``, with ``args``, or what it was given.
 
-        It is kept where the old module was, or, in the place of a call, where that was made. A module that is used
+        It is kept where the old module was, or, in place of a call, where that was made. A module that is used
         several times and becomes several is counted up.
         """
         path = str(node.target) if node.op == "call_module" else _within(node, _name(node))
@@ -284,13 +287,13 @@ class _Converter:
         if new is None:
             return _kind(module), why
         if len(node.args) + len(node.kwargs) > 1:
-            raise NotConvertibleError("it is called with more than its input")
+            raise NotConvertibleError("it is called with other arguments besides its input")
         why += self._tied(path, module) + self._projected(node, module, _last(new))
         self._put(node, new)
         return _kind(_last(new)), why
 
     def _tied(self, where: str, module: nn.Module) -> str:
-        """What to say of a module that shared its weight with another one."""
+        """Return what to say of a module that shared its weight with another one."""
         weight = getattr(module, "weight", None)
         first = self.weights.setdefault(id(weight), where) if isinstance(weight, nn.Parameter) else where
         return "" if first == where else f"; shares its weight with {first} no longer"
@@ -335,7 +338,7 @@ class _Converter:
         handler = getattr(self, f"_call_{name}", None)
         if handler is None:
             raise NotConvertibleError(UNKNOWN)
-        return handler(node)  # type: ignore[no-any-return]
+        return handler(node)
 
     def _as_module(self, node: fx.Node, module: nn.Module) -> tuple[str, str]:
         """Convert a call as the module that does the same; dropout becomes that, since it was traced in eval mode."""
@@ -400,7 +403,7 @@ class _Converter:
         dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis", 0))
         dependent = [value for value in values if value in self.dependent]
         if dim % len(self._shape(node)) == 0:
-            raise NotConvertibleError("it joins along the batch")
+            raise NotConvertibleError("it concatenates along the axis of the batch")
         if len(dependent) == 1:
             return _name(node), ""
         origins = [self._origin(value) for value in dependent]
@@ -411,8 +414,8 @@ class _Converter:
         self._put(node, new, values)
         return "ScaledConcat", f"divided by the root of {len(dependent)}: each part may depend on all of the input"
 
-    def _origin(self, node: fx.Node) -> tuple[fx.Node | None, Any]:
-        """The value that a node depends on one part of, and which part; ``None`` if there is no such value."""
+    def _origin(self, node: fx.Node) -> tuple[fx.Node | None, object]:
+        """Return the value that a node depends on one part of, and which part; ``None`` if there is no such value."""
         while node.op != "placeholder":
             given = self._from_input(node)
             if len(given) != 1:
@@ -436,7 +439,7 @@ class _Converter:
 
     def _call_max(self, node: fx.Node) -> tuple[str, str]:
         if len(self._from_input(node)) > 1:
-            raise NotConvertibleError("of two values that depend on the input; MaxMin in one call is ts.MaxMin")
+            raise NotConvertibleError("it compares two values that depend on the input; ts.MaxMin keeps both of them")
         if self._count(node) > self._count(self._from_input(node)[0]):
             raise NotConvertibleError("it copies values")
         return _name(node), "1-Lipschitz as it is"
@@ -448,13 +451,13 @@ class _Converter:
         return "getitem", ""
 
     def _call_getattr(self, node: fx.Node) -> tuple[str, str]:
-        raise NotConvertibleError(f"the attribute {node.args[1]!r} of a tensor")
+        raise NotConvertibleError(f"it reads the attribute {node.args[1]!r} of a tensor")
 
     def _call_pad(self, node: fx.Node) -> tuple[str, str]:
         found = _arguments(node, "pad mode value", self.model)
         if found.get("mode", "constant") == "constant":
             return "pad", ""
-        new: Any = getattr(nn, f"ConstantPad{len(found['pad']) // 2}d")(tuple(found["pad"]), 0.0)
+        new: nn.Module = getattr(nn, f"ConstantPad{len(found['pad']) // 2}d")(tuple(found["pad"]), 0.0)
         self._put(node, new)
         return _kind(new), "repeated pixels would amplify"
 
@@ -473,13 +476,13 @@ class _Converter:
     _call_bmm = _call_einsum = _call_mm = _call_scaled_dot_product_attention = _call_matmul
 
     def _weighted(self, node: fx.Node, names: str, build: Callable[..., nn.Module]) -> tuple[str, str]:
-        """A convolution or linear layer whose weight is an argument."""
+        """Return a convolution or linear layer whose weight is an argument."""
         if len(self._from_input(node)) > 1:
             raise NotConvertibleError("its weight depends on the input")
         found = _arguments(node, f"weight bias {names}", self.model)
         weight = found.pop("weight")
         bias = found.pop("bias", None)
-        module: Any = build(weight.shape, bias=bias is not None, **found, device="meta")
+        module = build(weight.shape, bias=bias is not None, **found, device="meta")
         is_held = isinstance(weight, nn.Parameter)  # else it is computed on the way, and only its shape is known
         module.weight = nn.Parameter(weight.detach() if is_held else torch.zeros(weight.shape))
         if bias is not None:
@@ -490,30 +493,25 @@ class _Converter:
         return self._weighted(node, "", lambda shape, **kw: nn.Linear(shape[1], shape[0], **kw))
 
     def _conv(self, node: fx.Node) -> tuple[str, str]:
-        def build(shape: torch.Size, groups: int = 1, **kw: Any) -> nn.Module:
-            kind = getattr(nn, f"Conv{len(shape) - 2}d")
-            return kind(shape[1] * groups, shape[0], tuple(shape[2:]), groups=groups, **kw)  # type: ignore[no-any-return]
+        transposed = "transpose" in _name(node)
 
-        return self._weighted(node, "stride padding dilation groups", build)
+        def build(shape: torch.Size, groups: int = 1, **kw: Any) -> nn.Module:
+            kind = getattr(nn, f"Conv{'Transpose' if transposed else ''}{len(shape) - 2}d")
+            channels = (shape[0], shape[1] * groups) if transposed else (shape[1] * groups, shape[0])
+            return kind(*channels, tuple(shape[2:]), groups=groups, **kw)
+
+        names = "stride padding output_padding groups dilation" if transposed else "stride padding dilation groups"
+        return self._weighted(node, names, build)
 
     _call_conv1d = _call_conv2d = _call_conv3d = _conv
+    _call_conv_transpose1d = _call_conv_transpose2d = _call_conv_transpose3d = _conv
 
-    def _conv_transpose(self, node: fx.Node) -> tuple[str, str]:
-        def build(shape: torch.Size, groups: int = 1, **kw: Any) -> nn.Module:
-            kind = getattr(nn, f"ConvTranspose{len(shape) - 2}d")
-            return kind(shape[0], shape[1] * groups, tuple(shape[2:]), groups=groups, **kw)  # type: ignore[no-any-return]
-
-        return self._weighted(node, "stride padding output_padding groups dilation", build)
-
-    _call_conv_transpose1d = _call_conv_transpose2d = _call_conv_transpose3d = _conv_transpose
-
-    def _call_batch_norm(self, node: fx.Node) -> tuple[str, str]:
+    def _norm(self, node: fx.Node) -> tuple[str, str]:
+        kind = nn.BatchNorm1d if _name(node) == "batch_norm" else nn.InstanceNorm1d
         found = _arguments(node, "running_mean running_var weight", self.model)
-        return self._as_module(node, nn.BatchNorm1d(self._shape(node.args[0])[1], affine="weight" in found))
+        return self._as_module(node, kind(self._shape(node.args[0])[1], affine="weight" in found))
 
-    def _call_instance_norm(self, node: fx.Node) -> tuple[str, str]:
-        found = _arguments(node, "running_mean running_var weight", self.model)
-        return self._as_module(node, nn.InstanceNorm1d(self._shape(node.args[0])[1], affine="weight" in found))
+    _call_batch_norm = _call_instance_norm = _norm
 
     def _call_group_norm(self, node: fx.Node) -> tuple[str, str]:
         found = _arguments(node, "num_groups weight", self.model)
@@ -522,11 +520,11 @@ class _Converter:
 
 
 def _kind(module: nn.Module) -> str:
-    return module._get_name()  # type: ignore[no-any-return]
+    return module._get_name()
 
 
 def _last(module: nn.Module) -> nn.Module:
-    """The layer behind padding, if it needs that."""
+    """Return the layer behind padding, if it needs that."""
     return module[-1] if isinstance(module, nn.Sequential) else module
 
 
@@ -536,40 +534,32 @@ class Converted(fx.GraphModule):
     @property
     def conversion(self) -> Conversion:
         """What was changed, to what, and why."""
-        return self.meta["conversion"]  # type: ignore[no-any-return]
+        return self.meta["conversion"]
+
+
+class _Choices(TypedDict, total=False):
+    activation: str
+    residual: str
+    init: str
+    expanding_shortcut: str
+    keep: tuple[type[nn.Module], ...]
 
 
 @overload
 def from_torch(
-    model: nn.Module,
-    input_shape: Sequence[Any],
-    *,
-    activation: str = ...,
-    residual: str = ...,
-    init: str = ...,
-    expanding_shortcut: str = ...,
-    keep: tuple[type[nn.Module], ...] = ...,
-    dry_run: Literal[False] = ...,
+    model: nn.Module, input_shape: Shapes, *, dry_run: Literal[False] = ..., **choices: Unpack[_Choices]
 ) -> Converted: ...
 
 
 @overload
 def from_torch(
-    model: nn.Module,
-    input_shape: Sequence[Any],
-    *,
-    activation: str = ...,
-    residual: str = ...,
-    init: str = ...,
-    expanding_shortcut: str = ...,
-    keep: tuple[type[nn.Module], ...] = ...,
-    dry_run: Literal[True],
+    model: nn.Module, input_shape: Shapes, *, dry_run: Literal[True], **choices: Unpack[_Choices]
 ) -> Conversion: ...
 
 
 def from_torch(
     model: nn.Module,
-    input_shape: Sequence[Any],
+    input_shape: Shapes,
     *,
     activation: str = "maxmin",
     residual: str = "convex",
@@ -655,11 +645,10 @@ def from_torch(
     return result.train(model.training)
 
 
-def _examples(model: nn.Module, input_shape: Sequence[Any], batch: int) -> list[Tensor]:
+def _examples(model: nn.Module, input_shape: Shapes, batch: int) -> list[Tensor]:
     several = isinstance(input_shape, list | tuple) and bool(input_shape) and not isinstance(input_shape[0], int)
-    shapes = list(input_shape) if several else [input_shape]
-    for shape in shapes:
-        sizes = tuple(shape) if isinstance(shape, list | tuple) else ()
+    shapes = [tuple(s) if isinstance(s, list | tuple) else () for s in (input_shape if several else [input_shape])]
+    for sizes in shapes:
         if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
             raise ValueError(f"input_shape={shown(input_shape)} must be positive integers, one input without the batch")
     like = next((t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()), torch.empty(0))
@@ -688,7 +677,7 @@ def _check(result: fx.GraphModule, graph: fx.Graph, inputs: Sequence[Tensor]) ->
         raise ValueError(f"the converted model returns {found} for a batch of {len(inputs[0])}, not {wanted}")
 
 
-def _sizes(value: Any, batch: int) -> Any:
+def _sizes(value: fx.node.Argument, batch: int) -> fx.node.Argument:
     if not isinstance(value, Tensor):
         return value
     return tuple(value.shape[1:]) if value.ndim and len(value) == batch else "another batch"

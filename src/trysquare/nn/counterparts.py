@@ -17,6 +17,7 @@ from trysquare.nn.geometry import window_overlap
 from trysquare.nn.layers import activations, calls, centering, conv, pooling
 from trysquare.nn.layers.convolution import ZERO_PAD
 from trysquare.nn.layers.linear import OrthoLinear
+from trysquare.nn.parametrizations.base import Factory
 
 
 def _in_all_dimensions(name: str) -> tuple[Any, ...]:
@@ -31,7 +32,7 @@ _ORTHOGONAL = "orthogonal, same geometry"
 UNKNOWN = "no 1-Lipschitz counterpart is known"
 _MEANS = "scaled to norm 1: means attenuate"
 Replacement = tuple[nn.Module | None, str]
-"""A module to put in the place of another one (``None``: it stays), and why."""
+"""A module to put in place of another one (``None``: it stays), and why."""
 
 
 class NotConvertibleError(ValueError):
@@ -67,7 +68,7 @@ class Request:
         return self.given.ndim - 2
 
     @property
-    def factory(self) -> dict[str, Any]:
+    def factory(self) -> Factory:
         """Device and dtype of a new layer."""
         return {"device": self.given.device, "dtype": self.given.dtype}
 
@@ -99,7 +100,7 @@ def _linear(at: Request) -> Replacement:
 
 
 def _convolution(at: Request) -> Replacement:
-    """The same geometry where an orthogonal kernel exists; else a larger kernel, or AOL."""
+    """Keep the geometry where it has an orthogonal kernel; otherwise take a larger kernel, or AOL."""
     m, dims = at.module, at.module.weight.ndim - 2
     transposed = isinstance(m, TRANSPOSED)
     numbers = {name: getattr(m, name) for name in ("kernel_size", "stride", "padding", "dilation", "groups")}
@@ -109,7 +110,7 @@ def _convolution(at: Request) -> Replacement:
 
     def make(padding_mode: str = "zeros", **changed: Any) -> nn.Module:
         given = {**numbers, **changed, "bias": m.bias is not None, "padding_mode": padding_mode}
-        return layer(m.in_channels, m.out_channels, **given, **at.factory)  # type: ignore[no-any-return]
+        return layer(m.in_channels, m.out_channels, **given, **at.factory)
 
     border = ""
     if m.padding_mode == "circular" and all(n % s == 0 for n, s in zip(at.sizes, m.stride, strict=True)):
@@ -151,8 +152,8 @@ def _normalisation(at: Request) -> Replacement:
     return nn.Identity(), "removed: it only divides, which is not Lipschitz"
 
 
-def _slope(module: Any) -> float:
-    """Lipschitz constant of an activation of torch, rounded up."""
+def _slope(module: nn.Module) -> float:
+    """Return the Lipschitz constant of an activation of torch, rounded up."""
     return {
         nn.GELU: 1.1291, nn.SiLU: 1.0999, nn.Mish: 1.0886, nn.Hardswish: 1.5001, nn.SELU: 1.7581,
         nn.LeakyReLU: max(1.0, abs(getattr(module, "negative_slope", 1.0))),
@@ -183,7 +184,7 @@ def _moves(at: Request) -> Replacement:
 
 
 def each_axis(value: Any, dims: int) -> tuple[Any, ...]:
-    """``value`` once for each axis, if it is a single one."""
+    """Return ``value``, once for each axis if it is a single one."""
     return tuple(value) if isinstance(value, tuple | list) else (value,) * dims
 
 
@@ -192,7 +193,7 @@ def _max_pool(at: Request) -> Replacement:
     if m.return_indices:
         raise NotConvertibleError("return_indices=True")
     windows = [each_axis(value, dims) for value in (m.kernel_size, m.stride or m.kernel_size, m.dilation)]
-    overlap = window_overlap(*windows)  # type: ignore[arg-type]
+    overlap = window_overlap(*windows)
     if overlap == 1:
         return None, "1-Lipschitz as it is: windows do not overlap"
     why = f"up to {overlap} windows share an input"
@@ -229,7 +230,7 @@ def _adaptive_pool(at: Request) -> Replacement:
 
 
 def _most_windows(size: int, out: int) -> int:
-    """Largest number of windows of adaptive pooling that read the same input."""
+    """Return the largest number of windows of adaptive pooling that read the same input."""
     ends = [(o * size // out, -(-(o + 1) * size // out)) for o in range(out)]
     return max(sum(start <= place < end for start, end in ends) for place in range(size))
 
@@ -244,7 +245,7 @@ def _upsample(at: Request) -> Replacement:
     corners = {} if mode.startswith("nearest") else {"align_corners": m.align_corners}
     scales = each_axis(m.scale_factor if m.scale_factor is not None else None, len(out))
 
-    def along(o: int, scale: Any) -> Callable[[Tensor], Tensor]:
+    def along(o: int, scale: float | None) -> Callable[[Tensor], Tensor]:
         size = {"size": o} if scale is None else {"scale_factor": float(scale)}
         return lambda x: F.interpolate(x, mode=mode, recompute_scale_factor=m.recompute_scale_factor, **size, **corners)
 
@@ -253,7 +254,7 @@ def _upsample(at: Request) -> Replacement:
 
 
 def _norm(size: int, resample: Callable[[Tensor], Tensor]) -> float:
-    """Norm of a linear map along one axis, rounded up."""
+    """Return the norm of a linear map along one axis, rounded up."""
     matrix = resample(torch.eye(size, dtype=torch.float64).unsqueeze(0))[0]
     return float(torch.linalg.matrix_norm(matrix, 2)) * (1 + 1e-6)
 

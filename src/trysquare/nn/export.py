@@ -74,12 +74,12 @@ def with_fixed_weights(model: nn.Module) -> nn.Module:
         copied = copy.deepcopy(model)
         for original, twin in list(zip(model.modules(), copied.modules(), strict=True)):
             if parametrize.is_parametrized(original):
-                names: Any = original.parametrizations
+                names = original.get_submodule("parametrizations")._modules
                 _fix(twin, {name: getattr(original, name).detach().clone() for name in names})
     return copied.requires_grad_(False)
 
 
-def _fix(module: Any, values: dict[str, torch.Tensor]) -> None:
+def _fix(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
     # Not torch's remove_parametrizations, which takes the property off the class that the original still needs.
     module.__class__ = type(module).__bases__[0]
     del module._modules["parametrizations"]
@@ -152,8 +152,8 @@ def _traced(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
 
 def _as_onnx(model: nn.Module, example: Tensor) -> Exported:
     try:
-        import onnxruntime  # type: ignore[import-untyped, import-not-found]
-        import onnxscript  # type: ignore[import-untyped, import-not-found]  # noqa: F401
+        import onnxruntime
+        import onnxscript  # noqa: F401
     except ImportError as error:
         raise ImportError("ONNX needs onnx, onnxscript and onnxruntime: pip install 'trysquare[export]'") from error
     with _quiet():

@@ -22,7 +22,6 @@ from functools import cached_property
 from itertools import chain, zip_longest
 from math import gcd, prod
 from operator import index
-from typing import Any
 
 from trysquare.naming import shown
 
@@ -85,11 +84,11 @@ def number(name: str, value: float) -> float:
     raise TypeError(f"{name}={shown(value)} must be a number that a float can hold")
 
 
-def flag(name: str, value: Any) -> bool:
-    """``value`` as a truth value; ``None``, 0 and 1 are ones, as for torch.
+def flag(name: str, value: object) -> bool:
+    """Return ``value`` as a truth value, which ``None``, 0 and 1 count as, as they do for torch.
 
     Raises:
-        TypeError: if it is something else, of which truth would be an accident.
+        TypeError: if it is anything else, whose truth would be an accident.
     """
     plain = value.item() if type(value).__module__ == "numpy" and hasattr(value, "item") else value
     if plain is None or isinstance(plain, bool) or (isinstance(plain, int) and plain in (0, 1)):
@@ -196,7 +195,8 @@ class ConvGeometry:
     With ``orthogonal=False`` only a 1-Lipschitz kernel is asked for; then every geometry is fine, and what is said
     about orthogonal kernels says what would be possible. With ``exact=False`` the kernel is orthogonal to a stated
     error, and may have one channel that is not a shift. ``transposed`` says that the numbers are those of a transposed
-    layer's convolution, so that errors call them by the names that the user gave.
+    layer's convolution, so that errors call them by the names that the user gave. ``axis_order`` is the order in which
+    projectors grow the axes, next to the matrix first; that of the axes unless given.
 
     Raises:
         ValueError: if no orthogonal kernel has these numbers, or if the only ones have nothing to
@@ -216,6 +216,7 @@ class ConvGeometry:
     orthogonal: bool = True
     exact: bool = True
     transposed: bool = False
+    axis_order: Sizes | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be orthogonal."""
@@ -231,10 +232,10 @@ class ConvGeometry:
             raise ValueError(self._why_impossible())
         if self.exact and self.inner_channels == 1 and prod(self.reach) == 1 and max(self.kernel_size) > 1:
             raise ValueError(
-                f"nothing to learn: with one channel a group ({self._in_name}={self.in_channels}, "
+                f"nothing to learn: with one channel per group ({self._in_name}={self.in_channels}, "
                 f"{self._out_name}={self.out_channels}, groups={self.groups}) the only orthogonal kernels of size "
                 f"{self.kernel_size} at stride={self.stride}{', parsimonious=True' if self.parsimonious else ''} are "
-                f"signed shifts; use at least 2 channels a group, or a channel multiplier "
+                f"signed shifts; use at least 2 channels per group, or a channel multiplier "
                 f"({self._out_name}={2 * self.in_channels})"
             )
 
@@ -339,7 +340,7 @@ class ConvGeometry:
     def frame_axes(self) -> Sizes:
         """Axis that each projector grows by one tap, alternating so that axes mix (the order of BCOP)."""
         missing = [k - r for k, r in zip(self.kernel_size, self.reach, strict=True)]
-        rounds = zip_longest(*([axis] * count for axis, count in enumerate(missing)))
+        rounds = zip_longest(*([axis] * missing[axis] for axis in self.axis_order or range(self.dims)))
         return tuple(axis for axis in chain.from_iterable(rounds) if axis is not None)
 
     @cached_property

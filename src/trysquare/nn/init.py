@@ -73,6 +73,7 @@ def _drawn(tensor: Tensor, stride: Size, dilation: Size, groups: int) -> Tensor:
         return random_orthonormal(out, of_group)
     dims = len(kernel_size)
     sizes = tuple(kernel_size), per_axis("stride", stride, dims), per_axis("dilation", dilation, dims)
-    # Not exact: of one channel a group there are signed shifts, which will do where nothing is to be learned.
-    made = AOC(ConvGeometry(of_group * groups, out, *sizes, groups, exact=False), "qr", dtype=torch.float64)
+    # Not exact: of one channel per group there are signed shifts, which will do where nothing is to be learned.
+    geometry = ConvGeometry(of_group * groups, out, *sizes, groups, exact=False)
+    made = AOC(geometry, "qr", device=torch.device("cpu"), dtype=torch.float64)
     return made.build(*made.draw())

@@ -1,13 +1,15 @@
-"""Optimizers for parameters that are themselves orthogonal."""
+"""Groups of parameters, an optimizer for orthogonal ones, and what can be added to any optimizer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim.optimizer import ParamsT
 
 from trysquare.nn.geometry import positive
@@ -19,12 +21,58 @@ _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 _START_TOLERANCE = 1e-3
 
 
+def parameter_groups(model: nn.Module, *, lr: float | None = None, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+    """Return the trainable parameters of a model in groups for an optimizer, of which only plain weights decay.
+
+    Most weights of this library do not depend on the scale of their free tensors. Decay then does not make the weight
+    smaller, but every further step larger, which is what a learning rate is for; of the others it changes what the
+    method means by 0. So decay is for weights with two axes or more of layers that are not parametrized.
+
+    Args:
+        model: any model.
+        lr: learning rate of all groups; that of the optimizer if not given.
+        weight_decay: decay of plain weights.
+
+    Returns:
+        Groups named ``"free"`` (free tensors of weights of ours, and of any other parametrization), ``"decayed"`` and
+        ``"other"`` (biases, factors, angles), without those that would be empty. They are dictionaries, in which a
+        group may get a learning rate of its own.
+
+    Raises:
+        TypeError: if ``model`` is no module.
+
+    >>> model = nn.Sequential(OrthoConv2d(3, 8, 3), MaxMin(), nn.Flatten(), nn.Linear(512, 10))
+    >>> optimizer = torch.optim.AdamW(ts.parameter_groups(model, lr=1e-3, weight_decay=0.05))
+    >>> [(group["name"], len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
+    [('free', 2, 0.0), ('decayed', 1, 0.05), ('other', 2, 0.0)]
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    kinds: dict[str, dict[Tensor, None]] = {"free": {}, "decayed": {}, "other": {}}  # dictionaries as ordered sets
+    for module in model.modules():
+        ours = type(module).__module__.startswith("trysquare.")
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, ParametrizationList) or (ours and name == "weight"):
+                kind = "free"
+            else:
+                kind = "decayed" if parameter.ndim > 1 and not ours else "other"
+            if parameter.requires_grad and not any(parameter in group for group in kinds.values()):
+                kinds[kind][parameter] = None
+    rate: dict[str, Any] = {} if lr is None else {"lr": lr}
+    decays = {"free": 0.0, "decayed": weight_decay, "other": 0.0}
+    return [
+        {"name": kind, "params": list(group), **rate, "weight_decay": decays[kind]}
+        for kind, group in kinds.items()
+        if group
+    ]
+
+
 class ProjUNN(torch.optim.Optimizer):
     """ProjUNN-T (Kiani et al., 2022): gradient steps of low rank along the orthogonal or unitary group.
 
     A step approximates the gradient by a matrix of low rank, projects it to the tangent space at the parameter, and
     moves along the geodesic in that direction (the exponential map), at the cost of ``n²`` times the rank. Parameters
-    stay orthogonal to rounding, whatever the step; what rounding adds up is taken off every 100 steps. The vectors that
+    stay orthogonal to rounding, whatever the step; what rounding adds up is removed every 100 steps. The vectors that
     find the low rank depend on the number of the step only, so equal gradients on several ranks make equal steps.
 
     Parameters are batches of square matrices: the recurrent matrix of a network, or the blocks ``(*frequencies, n, n)``
@@ -69,7 +117,7 @@ class ProjUNN(torch.optim.Optimizer):
         self.param_groups.append(group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Take a step with every parameter that has a gradient.
 
         Args:
@@ -130,3 +178,126 @@ def _check_orthogonal(parameter: Tensor) -> None:
             f"a parameter of shape {shape} is not orthogonal: U* U - I has entries up to {missed:.2g}; start from "
             "nn.init.orthogonal_ or from torch.linalg.qr of a complex matrix"
         )
+
+
+class Lookahead:
+    """Every so many steps of an optimizer, go back to a place between where they began and where they led.
+
+    As of Zhang et al. (2019). Where they began is part of the optimizer's ``state_dict``. Free tensors of orthogonal
+    layers may be any matrix, so that a place between two of them is one too.
+
+    Args:
+        optimizer: any of torch's; it is used as before.
+        every: steps.
+        share: of the way, from where the steps began; 1 changes nothing.
+
+    >>> x = nn.Parameter(torch.zeros(1))
+    >>> optimizer = torch.optim.SGD([x], lr=1.0)
+    >>> _ = ts.optim.Lookahead(optimizer, every=3, share=0.5)
+    >>> for _ in range(3):
+    ...     x.grad = torch.tensor([-1.0])
+    ...     optimizer.step()
+    >>> x.item()
+    1.5
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, every: int = 5, share: float = 0.5) -> None:
+        self.every, self.share = positive("every", every), _share("share", share)
+        self._kept = _Kept(optimizer, "slow")
+        optimizer.param_groups[0]["lookahead_steps"] = 0
+        optimizer.register_step_post_hook(self._after_step)
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        group = optimizer.param_groups[0]
+        group["lookahead_steps"] += 1
+        for parameter, slow in self._kept.trained():
+            if group["lookahead_steps"] % self.every == 0:
+                parameter.copy_(slow.lerp_(parameter, self.share))
+
+
+class MovingAverage:
+    """The moving average of what an optimizer trains, to evaluate with. It is part of the optimizer's ``state_dict``.
+
+    Buffers, such as the means of a centering, stay as they are.
+
+    Args:
+        optimizer: any of torch's; it is used as before.
+        decay: of the average in one step, less in the first steps.
+
+    >>> layer = OrthoLinear(4, 4)
+    >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    >>> average = ts.optim.MovingAverage(optimizer, decay=0.99)
+    >>> layer(torch.ones(1, 4)).sum().backward()
+    >>> optimizer.step()
+    >>> trained = layer.weight.detach().clone()
+    >>> with average.applied():
+    ...     averaged = layer.weight.detach().clone()
+    >>> torch.equal(averaged, trained), torch.equal(layer.weight, trained)
+    (False, True)
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, decay: float = 0.999) -> None:
+        self.decay = _share("decay", decay)
+        self._kept = _Kept(optimizer, "average")
+        optimizer.param_groups[0]["average_steps"] = 0
+        optimizer.register_step_post_hook(self._after_step)
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        group = optimizer.param_groups[0]
+        group["average_steps"] += 1
+        decay = min(self.decay, (1 + group["average_steps"]) / (10 + group["average_steps"]))
+        for parameter, average in self._kept.trained():
+            average.lerp_(parameter, 1 - decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Put the averages in the places of the parameters, and afterwards these back, bit for bit."""
+        pairs = self._kept.pairs()
+        trained = [(parameter, parameter.detach().clone()) for parameter, _ in pairs]
+        _copy(pairs)
+        try:
+            yield
+        finally:
+            _copy(trained)
+
+
+class _Kept:
+    """A tensor beside each parameter of an optimizer, in its state from the first step on that changes the parameter.
+
+    Not earlier: optimizers take a state that is not empty for one of their own.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        self.optimizer, self.name = optimizer, name
+        self._first = {parameter: parameter.detach().clone() for parameter in self._parameters()}
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def trained(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parameters that the step before changed, each with what is kept."""
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                state = self.optimizer.state[parameter]
+                if self.name not in state:
+                    state[self.name] = self._first.pop(parameter)
+                yield parameter, state[self.name]
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return all parameters that have been trained, each with what is kept."""
+        states = self.optimizer.state
+        return [(p, states[p][self.name]) for p in self._parameters() if p in states and self.name in states[p]]
+
+
+@torch.no_grad()
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for parameter, value in pairs:
+        parameter.copy_(value)
+
+
+def _share(name: str, value: float) -> float:
+    if not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ValueError(f"{name}={value!r} must be a number above 0 and at most 1")
+    return float(value)

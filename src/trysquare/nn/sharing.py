@@ -192,7 +192,7 @@ class Elsewhere:
 
     def end(self, part: Caching) -> None:
         """Take this off."""
-        self._on_saving.remove()  # type: ignore[no-untyped-call]
+        self._on_saving.remove()
         part.block = None
 
 
@@ -290,7 +290,9 @@ def _take(optimizer: Optimizer, parameter: Tensor, state: dict[str, tuple[Any, b
 def managed_by_fsdp(model: nn.Module) -> set[nn.Module]:
     """Return the modules whose parameters ``fully_shard`` gathers for each pass and frees after it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # who uses it has imported it, which takes a while
-    roots = [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    if fsdp is None or not fsdp.FSDPModule.__subclasses__():  # it makes one for each class of module
+        return set()
+    roots = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
     return {module for root in roots for module in root.modules()}
 
 

@@ -13,8 +13,9 @@ import math
 import operator
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class _Sizes(tuple[Any, ...]):
 
     sizes: tuple[int, ...]
 
-    def numel(self) -> Any:
+    def numel(self) -> fx.Proxy | int:
         return math.prod(self[1:]) * self[0]
 
     def __eq__(self, other: object) -> bool:
@@ -50,20 +51,20 @@ class _Proxy(fx.Proxy):
         return self.node.meta["value"]
 
     @property
-    def shape(self) -> Any:
+    def shape(self) -> _Sizes:
         sizes = tuple(self._value.shape)
         batch = [fx.Proxy.__getattr__(self, "size")(0)] if sizes else []
         found = _Sizes([*batch, *sizes[1:]])
         found.sizes = sizes
         return found
 
-    def size(self, dim: int | None = None) -> Any:
+    def size(self, dim: int | None = None) -> _Sizes | fx.Proxy | int:
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
         return int(self._value.ndim)
 
-    def numel(self) -> Any:
+    def numel(self) -> fx.Proxy | int:
         return self.shape.numel()
 
     @property
@@ -71,29 +72,29 @@ class _Proxy(fx.Proxy):
         return self.dim()
 
     @property
-    def T(self) -> Any:  # noqa: N802
+    def T(self) -> fx.Proxy:  # noqa: N802
         return self.permute(*reversed(range(self.dim())))
 
     @property
-    def mT(self) -> Any:  # noqa: N802
+    def mT(self) -> fx.Proxy:  # noqa: N802
         return self.transpose(-2, -1)
 
     @property
-    def values(self) -> Any:
+    def values(self) -> fx.Proxy:
         return operator.getitem(self, 0)  # of what sort, max and the like return
 
     @property
-    def indices(self) -> Any:
+    def indices(self) -> fx.Proxy:
         return operator.getitem(self, 1)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> torch.dtype:
         return self._value.dtype
 
     def is_floating_point(self) -> bool:
         return bool(self._value.is_floating_point())
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[fx.Proxy]:
         if isinstance(self._value, tuple | list):
             return iter([operator.getitem(self, place) for place in range(len(self._value))])
         return super().__iter__()
@@ -113,19 +114,21 @@ class _Tracer(fx.Tracer):
         ours = type(m).__module__.split(".")[0] in ("trysquare", "einops")
         return ours or isinstance(m, self.keep) or super().is_leaf_module(m, module_qualified_name)
 
-    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         return forward(*args, **kwargs) if self.runs else super().call_module(m, forward, args, kwargs)
 
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+    def getattr(self, attr: str, attr_val: object, parameter_proxy_cache: dict[str, fx.Proxy]) -> object:
         return attr_val if self.runs else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
-    def create_arg(self, a: Any) -> Any:
+    def create_arg(self, a: object) -> fx.node.Argument:
         return super().create_arg(tuple(a) if isinstance(a, _Sizes) else a)
 
-    def create_proxy(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Proxy:
+    def create_proxy(self, kind: str, target: fx.node.Target, *args: Any, **kwargs: Any) -> fx.Proxy:
         proxy = super().create_proxy(kind, target, *args, **kwargs)
         proxy.node.meta["line"] = _user_line()
         self.runs = True
@@ -133,14 +136,14 @@ class _Tracer(fx.Tracer):
             with torch.no_grad(), self.fake:
                 proxy.node.meta["value"] = self._run(proxy.node)
         except Exception as error:
-            if kind == "call_method" and not hasattr(Tensor, target):
+            if kind == "call_method" and not hasattr(Tensor, str(target)):
                 raise AttributeError(f"a tensor has no attribute {target!r}") from error
             raise ValueError(f"the model does not take this input: {error}") from error
         finally:
             self.runs = False
         return proxy
 
-    def _run(self, node: fx.Node) -> Any:
+    def _run(self, node: fx.Node) -> object:
         if node.op == "placeholder":
             given = next(self.inputs)
             return self.fake.from_tensor(given) if isinstance(given, Tensor) else given
@@ -149,11 +152,13 @@ class _Tracer(fx.Tracer):
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: value_of(n, self.model))
         if node.op == "call_module":
             return self.model.get_submodule(str(node.target))(*args, **kwargs)
-        function: Any = getattr(type(args[0]), str(node.target)) if node.op == "call_method" else node.target
-        return function(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(type(args[0]), str(node.target))(*args, **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
 
 
-def _attribute(model: nn.Module, target: Any) -> Any:
+def _attribute(model: nn.Module, target: object) -> object:
     path, _, name = str(target).rpartition(".")
     return getattr(model.get_submodule(path), name)
 
@@ -173,12 +178,12 @@ def trace(model: nn.Module, inputs: Sequence[Tensor], keep: tuple[type[nn.Module
 
 
 def value_of(node: fx.Node, model: nn.Module) -> Any:
-    """What a node returned: tensors without numbers where they depend on the input, else an attribute of the model."""
+    """Return what a node returned (a tensor without numbers if it depends on the input), or an attribute."""
     return node.meta["value"] if "value" in node.meta else _attribute(model, node.target)
 
 
-def _line_of(frame: Any) -> str:
-    """File, number and text of the line that a frame is at, unless that is torch's, or one of this package."""
+def _line_of(frame: FrameType) -> str:
+    """Return file, number and text of the line that a frame is at, unless that is torch's, or one of this package."""
     name = frame.f_code.co_filename
     if name.startswith((_TORCH, _HERE, "<")):
         return ""
@@ -186,8 +191,8 @@ def _line_of(frame: Any) -> str:
 
 
 def _user_line() -> str:
-    """The innermost line of the user's forward pass that is running."""
-    frame: Any = sys._getframe(1)
+    """Return the innermost line of the user's forward pass that is running."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not trace.__code__:
         if line := _line_of(frame):
             return line

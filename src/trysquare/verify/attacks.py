@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trysquare.files import or_infinite, without_infinities
+from trysquare.files import JsonObject, or_infinite, read_json, without_infinities
 from trysquare.naming import require_known, shown
 from trysquare.nn.export import with_fixed_weights
 from trysquare.nn.geometry import per_axis, positive
@@ -124,7 +124,7 @@ def _check_attacked(model: nn.Module, images: Tensor, box: Box) -> None:
     if box is None:
         return
     if not isinstance(box, tuple | list) or len(box) != 2 or not all(map(_is_number, box)):
-        raise ValueError(f"box={shown(box)} must be a smallest and a largest value of a pixel, or None")
+        raise ValueError(f"box={shown(box)} must be the smallest and the largest value of a pixel, or None")
 
 
 def _is_number(value: object) -> bool:
@@ -215,7 +215,7 @@ def _checked_radii(radius: float | Tensor, images: Tensor, box: Box) -> Tensor:
         return radii.expand(len(images))
     low, high = box
     if not low < high:
-        raise ValueError(f"box={box} must be a smallest and a largest value of a pixel")
+        raise ValueError(f"box={box} must be the smallest and the largest value of a pixel")
     if images.numel() and not low <= float(images.min()) <= float(images.max()) <= high:
         raise ValueError(
             f"images from {float(images.min()):g} to {float(images.max()):g} must be inside of box={box}; give their "
@@ -339,7 +339,7 @@ def autoattack_l2(
 _AUTOATTACK = ("apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "square")
 
 
-def _names(attacks: Any) -> list[Any]:
+def _names(attacks: object) -> list[str]:
     if not isinstance(attacks, list | tuple) or not attacks:
         raise TypeError(f"attacks={shown(attacks)} must be a list of some of {', '.join(_AUTOATTACK)}")
     return list(attacks)
@@ -347,7 +347,7 @@ def _names(attacks: Any) -> list[Any]:
 
 def _autoattack(target: _Target, radius: float, attacks: Sequence[str] | None, seed: int) -> Any:
     try:
-        from pyautoattack import AutoAttack  # type: ignore[import-untyped, import-not-found]
+        from pyautoattack import AutoAttack
     except ImportError as error:
         raise ImportError("AutoAttack needs pyautoattack: pip install 'trysquare[attack]'") from error
     rivals = target.clean.shape[1] - 1
@@ -393,7 +393,7 @@ class Violation:
     prediction: int
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Violation:
+    def from_dict(cls, content: JsonObject) -> Violation:
         """Read a violation from its part of a report in JSON."""
         radius, distance = (or_infinite(content[name]) for name in ("radius", "distance"))
         index, label, prediction = (int(content[name]) for name in ("index", "label", "prediction"))
@@ -451,16 +451,16 @@ class AttackReport:
         Raises:
             ValueError: if the text is something else.
         """
-        try:
-            content: dict[str, Any] = json.loads(text)
-            epsilons, certified, attacked = (tuple(map(float, content[name])) for name in _COLUMNS)
-            if not len(epsilons) == len(certified) == len(attacked):
-                raise ValueError(f"{_COLUMNS} differ in length")
-            violations = tuple(Violation.from_dict(violation) for violation in content["violations"])
-            clean, samples = float(content["clean"]), int(content["samples"])
-            return cls(epsilons, certified, attacked, clean, samples, violations)
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"this is not an attack report in JSON: {error!r}") from error
+        return read_json(text, "an attack report", cls._from_content)
+
+    @classmethod
+    def _from_content(cls, content: JsonObject) -> AttackReport:
+        epsilons, certified, attacked = (tuple(map(float, content[name])) for name in _COLUMNS)
+        if not len(epsilons) == len(certified) == len(attacked):
+            raise ValueError(f"{_COLUMNS} differ in length")
+        violations = tuple(Violation.from_dict(violation) for violation in content["violations"])
+        clean, samples = float(content["clean"]), int(content["samples"])
+        return cls(epsilons, certified, attacked, clean, samples, violations)
 
     def __str__(self) -> str:
         lines = [f"{'radius':<10}{'certified':>10}{'attacked':>10}{'clean':>10}"]
@@ -577,7 +577,7 @@ def _attack_batch(
 
 
 def _answer(model: nn.Module, images: Tensor) -> Any:
-    """What the model returns for images that it sees for the first time, which may be of a shape that it cannot take.
+    """Return the answer to images that the model sees for the first time, and whose shape it may not take.
 
     Raises:
         ValueError: if the model raises anything but that there is no memory left.

@@ -8,7 +8,7 @@ errors of that evaluation (``lipschitz.evaluate``).
 
 What is measured, not proved. The model as it runs has rounding errors of its dtype, at ``x`` and at ``x'``. How far its
 margins are from those in float64 is measured on some of the images and on noisy copies of them, and reported beside the
-radii: ``program_radii`` are those with twice the largest difference that was seen taken off the margins too.
+radii: ``program_radii`` are those with twice the largest difference that was seen also subtracted from the margins.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from trysquare.files import or_infinite, without_infinities
+from trysquare.files import JsonObject, or_infinite, read_json, without_infinities
 from trysquare.naming import shown
 from trysquare.nn.geometry import per_axis
 from trysquare.nn.linalg.operator import checked_weight
@@ -57,7 +57,7 @@ _SQRT2_UP = math.nextafter(math.sqrt(2), 2)
 _MEASURED_SAMPLES = 512
 # Images that are evaluated together in float64, and numbers that all calls on them may make.
 _LARGEST_BATCH = 256
-_FLOAT64_NUMBERS = 1 << 22
+_FLOAT64_NUMBERS = 1 << 20
 
 
 @own_tensors()
@@ -240,9 +240,9 @@ class Certificate:
         epsilons: radii that ``print`` and ``to_json`` show.
         lipschitz: certified bound that the radii come from: of all logits, or with ``pairwise`` of the features.
         pairwise: whether the last layer was used pair by pair of classes.
-        rounding: largest bound on the rounding error of a margin in float64, which is taken off: proved.
+        rounding: largest bound on the rounding error of a margin in float64, which is subtracted: proved.
         reserves: how much shorter the radii are for the model as it runs, where twice ``evaluation_error``, and one
-            rounding of the logits, is also taken off the margins: measured, not proved.
+            rounding of the logits, is also subtracted from the margins: measured, not proved.
         evaluation_error: largest difference between a margin of the model as it runs and in float64, seen at some of
             the images and at noisy copies of them.
         measured_samples: number of those images.
@@ -310,18 +310,18 @@ class Certificate:
         Raises:
             ValueError: if the text is something else.
         """
-        try:
-            content: dict[str, Any] = json.loads(text)
-            for name in ("radii", "reserves"):
-                content[name] = torch.tensor(list(map(or_infinite, content[name])), dtype=torch.float64)
-            content |= {name: or_infinite(content[name]) for name in ("lipschitz", "evaluation_error", "rounding")}
-            content |= {name: torch.tensor(content[name], dtype=torch.int64) for name in ("predictions", "labels")}
-            content |= {"epsilons": tuple(map(float, content["epsilons"]))}
-            content |= {"input_shape": tuple(map(int, content["input_shape"]))}
-            content |= {name: int(content[name]) for name in ("measured_samples", "disagreements")}
-            return cls(**{name: content[name] for name in cls.__dataclass_fields__})
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"this is not a certificate in JSON: {error!r}") from error
+        return read_json(text, "a certificate", cls._from_content)
+
+    @classmethod
+    def _from_content(cls, content: JsonObject) -> Certificate:
+        for name in ("radii", "reserves"):
+            content[name] = torch.tensor(list(map(or_infinite, content[name])), dtype=torch.float64)
+        content |= {name: or_infinite(content[name]) for name in ("lipschitz", "evaluation_error", "rounding")}
+        content |= {name: torch.tensor(content[name], dtype=torch.int64) for name in ("predictions", "labels")}
+        content |= {"epsilons": tuple(map(float, content["epsilons"]))}
+        content |= {"input_shape": tuple(map(int, content["input_shape"]))}
+        content |= {name: int(content[name]) for name in ("measured_samples", "disagreements")}
+        return cls(**{name: content[name] for name in cls.__dataclass_fields__})
 
     def __str__(self) -> str:
         rows = [("clean", self.clean_accuracy)]
@@ -335,7 +335,7 @@ class Certificate:
         )
         return (
             f"{table}\n{len(self.radii)} samples; Lipschitz bound {self.lipschitz:.6g} ({constant}); rounding of "
-            f"margins at most {self.rounding:.1e}, taken off\n{measured}"
+            f"margins at most {self.rounding:.1e}, subtracted\n{measured}"
         )
 
 
@@ -526,16 +526,16 @@ def batches_of(data: Data, batch_size: int) -> tuple[Batches, int]:
     """
     if isinstance(data, Tensor):
         raise TypeError("data must be batches of images and labels, a dataset, or a pair of tensors, not a Tensor")
-    tensors: Any = data.tensors if isinstance(data, TensorDataset) else data
+    tensors: object = data.tensors if isinstance(data, TensorDataset) else data
     if isinstance(tensors, tuple | list) and len(tensors) == 2 and all(isinstance(part, Tensor) for part in tensors):
         images, labels = tensors
         for name, tensor in (("images", images), ("labels", labels)):
             require_dense(name, tensor)
             if not tensor.ndim:
-                raise ValueError(f"{name} must be a batch, and are a single number")
+                raise ValueError(f"{name} must be a batch, not a single number")
         batch_size = min(batch_size, max(1, len(images)))
         if len(images) != len(labels):
-            raise ValueError(f"{len(images)} images and {len(labels)} labels must be as many of one as of the other")
+            raise ValueError(f"{len(images)} images and {len(labels)} labels: there must be one label for each image")
         batches: Any = list(zip(images.split(batch_size), labels.split(batch_size), strict=True))
     else:
         batches = DataLoader(data, batch_size) if isinstance(data, Dataset) else data

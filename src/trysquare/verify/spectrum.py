@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -320,7 +319,7 @@ def _smallest_input(layer: nn.Module) -> tuple[int, ...]:
         return (layer.in_features,)
     channels = getattr(layer, "in_channels", 1)
     kernel, stride, dilation = (getattr(layer, name, (1,)) for name in ("kernel_size", "stride", "dilation"))
-    padding: Any = getattr(layer, "padding", (0,))
+    padding: str | tuple[int, ...] = getattr(layer, "padding", (0,))
     widest = 0 if isinstance(padding, str) else max(padding)
     return channels, *(s * (d * k + 1 + 2 * widest) for k, s, d in zip(kernel, stride, dilation, strict=True))
 

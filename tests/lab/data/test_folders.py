@@ -62,7 +62,7 @@ def test_check_says_what_it_looks_at(tmp_path):
     train, test = check("imagenet", tmp_path).splitlines()
     assert train == (
         "imagenet, train: 9 images of 3 classes; the official set has 1281167 of 1000 "
-        "(checked: every file's size, the end of every JPEG and PNG, and the headers of 8 images a class, "
+        "(checked: every file's size, the end of every JPEG and PNG, and the headers of 8 images per class, "
         "not the pixels)"
     )
     assert "9 images" in test

@@ -19,6 +19,10 @@ SMALL = {
     "imagenet-robust": ((3, 16, 16), {"widths": (4, 16, 24), "depth": 1}),
     "bcop-small": ((3, 8, 8), {"width": 8, "dense_width": 16}),
     "liresnet-aoc": ((3, 16, 16), {"width": 8, "depth": 2, "dense_width": 16, "dense_layers": 1}),
+    "liresnet": ((3, 16, 16), {"width": 8, "depth": 2, "dense_width": 16, "dense_layers": 1}),
+    "bronet": ((3, 16, 16), {"width": 8, "depth": 2, "dense_width": 16, "dense_layers": 1}),
+    "lipnext": ((3, 8, 8), {"width": 24, "depth": 3, "patch": 2}),
+    "aol-mlp": ((3, 8, 8), {"width": 200, "depth": 3}),
     "resnet34": ((3, 16, 16), {"width": 8, "depths": (2, 2)}),
     "tiny-digits": ((1, 8, 8), {}),
     "tiny-mnist": ((1, 12, 12), {"widths": (4, 16), "dense_width": 32}),
@@ -108,6 +112,38 @@ def test_any_size_and_more_classes_than_features(name, shape):
     assert ts.lipschitz_bound(model.features, shape) <= expected + 1e-4
     if isinstance(model.head, ts.OrthoLinear):
         assert ts.lipschitz_bound(model.head, (model.head.in_features,)) <= 1 + 1e-4
+
+
+def test_residual_networks_start_at_the_identity():
+    model, _ = small("liresnet")
+    x = torch.randn(2, 8, 8, 8)
+    for layer in (model.features[2], model.features[4]):
+        torch.testing.assert_close(layer(x), x + layer.bias.view(-1, 1, 1), atol=1e-5, rtol=1e-5)
+    layers = [layer for layer in small("aol-mlp")[0].features if isinstance(layer, ts.OrthoConv2d)]
+    x = torch.randn(2, 200, 1, 1)
+    for layer in layers:
+        torch.testing.assert_close(layer(x), x + layer.bias.view(-1, 1, 1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("liresnet", 83), ("bronet", 64), ("lipnext", 101), ("aol-mlp", 151)])
+def test_published_sizes(name, millions):
+    with torch.device("meta"):
+        model = build(name, (3, 32, 32), 10)
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions
+
+
+def test_lipnext_sees_far():
+    """With shifts alone, what a pixel is changes others."""
+    features = small("lipnext", pooling="l2")[0].eval().features[:-1]
+    x = torch.randn(1, 3, 8, 8)
+    y = x.clone()
+    y[..., 4, 4] += 1
+    changed = (features(x) - features(y)).abs().sum(1)[0] > 1e-5
+    assert changed.sum() > 5
+    with pytest.raises(ValueError, match="at least 12, the numbers of a patch"):
+        build("lipnext", (3, 8, 8), width=8, patch=2)
+    with pytest.raises(ValueError, match="at least 192, the numbers of an image"):
+        build("aol-mlp", (3, 8, 8), width=100)
 
 
 def test_heads():
@@ -233,7 +269,7 @@ def test_refuses(arguments, message):
 
 def test_builders_tell_their_options():
     for builder in MODELS.values():
-        assert {"mean", "std", "head", "padding_mode"} <= set(builder.options)
+        assert {"mean", "std", "head"} <= set(builder.options)
         assert builder.summary
         assert builder.body.__doc__
         assert all(f"{name}:" in builder.body.__doc__ for name in set(builder.options) - {"mean", "std", "head"})

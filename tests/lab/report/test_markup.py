@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.lab.report.documents import Document
 from trysquare.lab.report import markup
-from trysquare.lab.report.markup import LARGEST, Axis, Chart, Frame, Markup, Rows, apart, escape, join, tag, ticks
+from trysquare.lab.report.charts import LARGEST, Axis, Chart, Frame, Rows, apart, shortened, ticks
+from trysquare.lab.report.markup import Markup, escape, join, tag
 
 
 @pytest.mark.parametrize("hostile", ["<script>x</script>", '"><img src=x onerror=y>', "' & </style>", "&lt;"])
@@ -120,7 +121,7 @@ def test_radii_are_rounded_down_and_bounds_up(value):
         (markup.bound(3e8), "3.000003e+08"),
         (markup.radius(2e9), "2e+09"),
         (markup.scientific(9.99e-7), "1.0\xa0×\xa010⁻⁶"),
-        (markup.shortened("short", 9), "short"),
+        (shortened("short", 9), "short"),
     ],
 )
 def test_corners(shown, text):

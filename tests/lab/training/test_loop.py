@@ -76,6 +76,7 @@ def stopping_after(monkeypatch, step):
         {},
         {"optimizer.name": "adamw", "optimizer.warmup_steps": 5},
         {"optimizer.name": "sgd", "train.clip": 0.1, "train.accumulate": 2},
+        {"optimizer.name": "nadam", "optimizer.lookahead": 6, "optimizer.average": 0.9},
         {"loss.name": "emma", "train.radius_start": 0.01, "model.centering": "batch"},
     ],
     ids=lambda options: options.get("optimizer.name") or options.get("loss.name", "schedule-free"),
@@ -147,7 +148,7 @@ def test_a_run_cannot_be_shorter_than_it_is(tmp_path, monkeypatch, stopped_at, b
             trained(tmp_path / "run", **{"train.epochs": 3, "train.checkpoint_every": 3})
     files = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     with pytest.raises(
-        ValueError, match=f"train.epochs=2, but the run is in epoch {begun} already: give at least {begun}"
+        ValueError, match=f"train.epochs=2, but the run is in epoch {begun} already: it must be at least {begun}"
     ):
         ts.training.resume(tmp_path / "run", {"train.epochs": 2}, quiet=True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == files

@@ -119,6 +119,17 @@ def test_every_optimizer_learns_and_evaluating_leaves_no_trace(name):
     assert torch.equal(inside, before) != name.startswith("schedule-free")
 
 
+def test_one_cycle_goes_up_for_three_tenths_and_down_to_nothing():
+    rate = learning_rate(1.0, 1000, 0, "one-cycle")
+    assert rate(0) == pytest.approx(0.04)
+    assert rate(150) == pytest.approx(0.52)
+    assert max(range(1000), key=rate) == 300
+    assert rate(300) == pytest.approx(1.0)
+    assert rate(650) == pytest.approx(0.5)
+    assert 0 <= rate(999) < 1e-4
+    assert rate(1000) == 0
+
+
 def test_schedules():
     rate = learning_rate(2.0, 12, 2, "cosine")
     assert [rate(0), rate(1), rate(2)] == [1.0, 2.0, 2.0]

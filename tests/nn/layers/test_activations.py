@@ -14,6 +14,8 @@ ACTIVATIONS = [
     (ts.MaxMin(), (4, 3)),
     (ts.MaxMin(), (4, 2, 3)),
     (ts.MaxMin(dim=-1), (3, 4)),
+    (ts.MaxMin(halves=True), (6, 2)),
+    (ts.MaxMin(dim=-2, halves=True), (2, 4, 3)),
     (ts.GroupSort(2), (6,)),
     (ts.GroupSort(3), (6, 2)),
     (ts.GroupSort(5, dim=-2), (10, 2)),
@@ -21,6 +23,8 @@ ACTIVATIONS = [
     (ts.FullSort(), (7,)),
     (ts.FullSort(), (5, 2, 2)),
     (ts.Abs(), (5, 2)),
+    (ts.Abs(share=0.5), (5, 2)),
+    (ts.Abs(share=0.0), (4,)),
     (ts.Householder(6), (6,)),
     (ts.Householder(4, order=2), (4, 2, 2)),
     (ts.Householder(4, order=2, dim=-1), (2, 4)),
@@ -57,6 +61,16 @@ def test_sorts_really_sort():
     assert (groups.diff(dim=2) <= 0).all()
     assert torch.equal(groups.sum((1, 2)), x.view(3, 3, 4, 4).sort(2, descending=True).values.sum((1, 2)))
     assert torch.equal(ts.Abs()(x), x.abs())
+    first, second = x.chunk(2, 1)
+    assert torch.equal(ts.MaxMin(halves=True)(x), torch.cat([first.maximum(second), first.minimum(second)], 1))
+    assert torch.equal(ts.MaxMin(1, halves=True)(x.mT.contiguous().mT), ts.MaxMin(-2, halves=True)(x))
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            assert torch.equal(ts.Abs(share=0.5)(x), torch.cat([x[:, :6].abs(), x[:, 6:]], dim=1))
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        ts.Abs(share=1.5)
+    with pytest.raises(ValueError, match=r"must be \(batch, channels"):
+        ts.Abs(share=0.5)(x[0, 0])
 
 
 def test_householder_is_maxmin_or_the_absolute_value_at_its_angles():

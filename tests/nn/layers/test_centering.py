@@ -93,7 +93,7 @@ def test_gradcheck(layer):
         (lambda: ts.LayerCentering(0), "num_features=0"),
         (lambda: ts.BatchCentering(3)(torch.zeros(2, 4)), r"\(2, 4\) must be \(batch, 3"),
         (lambda: ts.LayerCentering(3)(torch.zeros(2, 4)), r"\(2, 4\) must be \(batch, 3"),
-        (lambda: ts.LayerCentering(3, per_channel=True)(torch.zeros(2, 3)), "one value a channel"),
+        (lambda: ts.LayerCentering(3, per_channel=True)(torch.zeros(2, 3)), "a single value per channel"),
     ],
 )  # fmt: skip
 def test_errors(make, match):

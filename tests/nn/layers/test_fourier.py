@@ -281,7 +281,7 @@ def test_inputs_that_do_not_fit():
         layer(torch.zeros(1, 3, 4, 4))
     with pytest.raises(ValueError, match="must be"):
         ts.FourierOrthoConvTranspose2d(4, 4, 3)(torch.zeros(1, 3, 4, 4))
-    with pytest.raises(ValueError, match="no size being 0"):
+    with pytest.raises(ValueError, match="no size may be 0"):
         ts.FourierOrthoConvTranspose2d(4, 4, 3)(torch.zeros(1, 4, 0, 4))
     with pytest.raises(ValueError, match=r"sizes \(5, 5\) must be multiples of stride=\(2, 2\)"):
         layer.at_size(5, 5)

@@ -26,6 +26,8 @@ INVERTIBLE = {
     "down": (lambda: ts.InvertibleDownsampling2d((1, 2)), (2, 3, 4)),
     "up": (lambda: ts.InvertibleUpsampling3d((1, 2, 1)), (4, 2, 2, 3)),
     "shuffle": (lambda: ts.ChannelShuffle(3), (6, 2)),
+    "shift": (lambda: ts.ChannelShift(0.25), (9, 4, 3)),
+    "positions": (lambda: ts.Positions((3, 1)), (3, 4)),
     "unshuffle": (lambda: ts.ChannelUnshuffle(3), (6, 2)),
     "scaling": (lambda: ts.InputScaling((0.5, 0.1), (0.2, 0.4)), (2, 3)),
     "chain": (lambda: ts.InvertibleSequential(ts.OrthoConv1d(4, 4, 3), ts.InputScaling(0.0, 2.0)), (4, 5)),
@@ -62,7 +64,7 @@ def dense(layer, shape):
     return torch.autograd.functional.jacobian(linear, torch.zeros(shape, dtype=torch.float64)).flatten(1)
 
 
-ADJOINT = {name: case for name, case in INVERTIBLE.items() if name not in ("scaling", "chain")} | {
+ADJOINT = {name: case for name, case in INVERTIBLE.items() if name not in ("scaling", "positions", "chain")} | {
     "wide": (lambda: ts.OrthoLinear(6, 4), (6,)),
     "tall": (lambda: ts.OrthoLinear(4, 6), (4,)),
     "fourier, wide": (lambda: ts.FourierOrthoConv2d(4, 2, 3, stride=2), (4, 4, 6)),

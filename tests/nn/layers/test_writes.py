@@ -123,7 +123,7 @@ def test_nothing_is_kept_alive():
     layer = ts.OrthoConv2d(4, 4, 3)
     weights = [layer.weight for _ in range(9)]
     guard = layer.parametrization.writes
-    assert all(not counter.untyped_storage().nbytes() for counter, _ in [*guard._built, *guard._read])
+    assert all(not counter.untyped_storage().nbytes() for counter, _ in [*guard._used, *guard._read])
     assert torch.equal(layer(torch.zeros(1, 4, 6, 6)), layer(torch.zeros(1, 4, 6, 6)))
     assert layer.parametrization.writes._last is None
     del weights
@@ -155,9 +155,9 @@ def test_the_remedies_work_and_inference_mode_leaves_nothing_behind(name):
 
 
 def test_inference_mode_first_of_all():
-    from trysquare.nn.parametrizations import base
+    from trysquare.nn.parametrizations import writes
 
-    base._empty.cache_clear()
+    writes._empty.cache_clear()
     layer = ts.OrthoConv2d(4, 4, 3)
     with torch.inference_mode():
         layer(torch.randn(1, 4, 4, 4))

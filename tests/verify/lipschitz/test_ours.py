@@ -32,10 +32,14 @@ def doubled(channels=4):
 MAP, SMALL, LINE, CUBE = (4, 6, 6), (4, 4, 4), (4, 6), (2, 4, 4, 4)
 CASES = {
     "MaxMin": (ts.MaxMin, SMALL, False),
+    "MaxMin, halves": (lambda: ts.MaxMin(halves=True), SMALL, False),
     "MaxMin, last axis": (lambda: ts.MaxMin(dim=-1), LINE, False),
     "GroupSort": (lambda: ts.GroupSort(2), SMALL, False),
     "FullSort": (ts.FullSort, LINE, False),
     "Abs": (ts.Abs, LINE, False),
+    "Abs, half": (lambda: ts.Abs(0.5), LINE, False),
+    "ChannelShift": (lambda: ts.ChannelShift(0.25), SMALL, False),
+    "Positions": (lambda: ts.Positions(SMALL), SMALL, False),
     "Householder": (lambda: randomise(ts.Householder(4, order=2)), LINE, True),
     "NActivation": (lambda: randomise(ts.NActivation(4)), LINE, False),
     "ChannelShuffle": (lambda: ts.ChannelShuffle(2), SMALL, False),

@@ -100,7 +100,7 @@ class RandomResizedCrop:
         return rows[:, None] @ across.view_as(images)
 
     def draw(self, random: Randomness) -> Tensor:
-        """The numbers that ``boxes`` needs, ``(n, 10, 4)``."""
+        """Return the numbers that ``boxes`` needs, ``(n, 10, 4)``."""
         return random.uniform(_TRIES, 4)
 
     def boxes(self, uniform: Tensor, height: int, width: int) -> Tensor:

@@ -44,7 +44,7 @@ class Cifar:
     classes: tuple[str, ...]
 
     def read(self, root: Path, split: str) -> ImageSet:
-        """All images of a split.
+        """Return all images of a split.
 
         Raises:
             ValueError: if a file is missing or damaged; it names the file, what was expected and what was found.
@@ -64,7 +64,7 @@ class Cifar:
         return {split: len(stems) * self.rows[split] for split, stems in self.stems.items()}
 
     def _files(self, root: Path, split: str) -> list[Path]:
-        """Files of the split: binary ones if there are any, else pickles."""
+        """Return files of the split: binary ones if there are any, else pickles."""
         for layout, ending in [(self.binary, ".bin"), (self.python, "")]:
             all_files = [stem + ending for stems in self.stems.values() for stem in stems]
             folder = find_folder(root, nestings(self.name, layout), all_files)

@@ -20,7 +20,7 @@ _EVERY = 5
 
 
 def read_digits(split: str) -> ImageSet:
-    """The images of ``"train"`` or ``"test"``; levels 0 to 16, so that batches hold exact sixteenths."""
+    """Return the images of ``"train"`` or ``"test"``; levels 0 to 16, so that batches hold exact sixteenths."""
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         images, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"]).long()
     rows = (_is_test(labels) == (split == "test")).nonzero()[:, 0]

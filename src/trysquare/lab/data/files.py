@@ -42,7 +42,7 @@ def find_folder(root: Path, folders: Iterable[str], files: Sequence[str]) -> Pat
 
 
 def nothing_found(name: str, root: Path, folders: Iterable[str], wanted: str) -> ValueError:
-    """The error for a root that holds nothing of the data set."""
+    """Return the error for a root that holds nothing of the data set."""
     if not root.is_dir():
         return ValueError(f"{name}: the data root {root} is not a folder; give the one that holds {wanted}")
     places = ", ".join(str(root / folder) for folder in folders)
@@ -50,7 +50,7 @@ def nothing_found(name: str, root: Path, folders: Iterable[str], wanted: str) ->
 
 
 def require_file(path: Path) -> Path:
-    """The path, or ``ValueError`` if there is no file."""
+    """Return the path, or raise ``ValueError`` if there is no file."""
     if not path.is_file():
         raise ValueError(f"{path}: expected this file, found none; the other files of the data set are there")
     return path

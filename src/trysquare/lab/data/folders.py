@@ -35,7 +35,7 @@ _HEADERS_PER_CLASS = 8
 _LAST_BYTES = (b"\xff\xd9", b"IEND\xaeB`\x82")
 _HAVE_LAST_BYTES = (".jpeg", ".jpg", ".png")
 CHECKED = (
-    f"every file's size, the end of every JPEG and PNG, and the headers of {_HEADERS_PER_CLASS} images a class, "
+    f"every file's size, the end of every JPEG and PNG, and the headers of {_HEADERS_PER_CLASS} images per class, "
     "not the pixels"
 )
 
@@ -166,7 +166,7 @@ def _class_names(train: Path) -> tuple[str, ...]:
 
 
 def _by_class(base: Path, split: str, classes: tuple[str, ...], size: int, resize: int) -> FolderSet:
-    """A folder a class, each of which holds images itself or in a folder ``images``."""
+    """Return the folder of each class, which holds images itself or in a folder ``images``."""
     folder = base / split
     if not folder.is_dir():
         raise ValueError(f"{folder}: expected this folder with a folder of images for each class, found none")
@@ -242,7 +242,7 @@ def _annotated(base: Path, annotations: Path, classes: tuple[str, ...], size: in
 
 
 def _open(file: str, decode: bool) -> Image.Image:
-    """The image as RGB, or only its header."""
+    """Return the image as RGB, or only its header."""
     pillow: Any = _pillow()
     try:
         with open_file(file) as content:

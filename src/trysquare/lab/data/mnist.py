@@ -76,6 +76,6 @@ def _spellings(split: str, kind: str, axes: int) -> list[str]:
 
 
 def _find(folder: Path, split: str, kind: str, axes: int) -> Path:
-    """The file in any of its spellings; the official one if there is none."""
+    """Return the file in any of its spellings; the official one if there is none."""
     names = _spellings(split, kind, axes)
     return require_file(folder / next((name for name in names if (folder / name).is_file()), names[0]))

@@ -78,7 +78,7 @@ class RandAugment:
 
 
 def _apply(images: Tensor, strength: float, chosen: Tensor, signs: Tensor) -> Tensor:
-    """Each image under its chosen operation."""
+    """Return each image under its chosen operation."""
     result = images.clone()
     for position, operation in enumerate(OPERATIONS.values()):
         rows = (chosen == position).nonzero()[:, 0]
@@ -88,7 +88,7 @@ def _apply(images: Tensor, strength: float, chosen: Tensor, signs: Tensor) -> Te
 
 
 def identity(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    """The images."""
+    """Return the images."""
     return images
 
 
@@ -154,7 +154,7 @@ def posterize(images: Tensor, strength: float, signs: Tensor) -> Tensor:
 
 
 def solarize(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    """What is not below a threshold, inverted."""
+    """Return the inverses of what is not below a threshold."""
     return torch.where(images >= 1 - strength, 1 - images, images)
 
 

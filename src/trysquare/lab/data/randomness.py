@@ -37,7 +37,7 @@ class Randomness:
         self._rows = slice(0, total) if rows is None else rows
 
     def uniform(self, *shape: int) -> Tensor:
-        """Numbers in [0, 1), ``(rows, *shape)``."""
+        """Return numbers in [0, 1), ``(rows, *shape)``."""
         return torch.rand(self._total, *shape, generator=self._source)[self._rows].to(self._device)
 
     def integers(self, count: int) -> Tensor:

@@ -12,7 +12,7 @@ from trysquare.lab.data.cifar import CIFAR10, CIFAR100, SHAPE, Cifar
 from trysquare.lab.data.digits import read_digits
 from trysquare.lab.data.folders import CHECKED, FolderSet, check_folder, read_imagenet, read_tiny_imagenet
 from trysquare.lab.data.mnist import COUNTS, SIZE, read_mnist
-from trysquare.lab.data.sets import Images
+from trysquare.lab.data.sets import Images, Subset
 from trysquare.naming import pick, require_known
 
 SPLITS = ("train", "test")
@@ -141,6 +141,8 @@ def check_images(images: Images) -> str:
     Raises:
         ValueError: if a file is damaged; it names the file.
     """
+    if isinstance(images, Subset):
+        return check_images(images.images)
     if not isinstance(images, FolderSet):
         return "all of it"
     check_folder(images)

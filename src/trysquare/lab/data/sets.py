@@ -125,3 +125,23 @@ class Subset:
     def stack(self, rows: Tensor) -> Tensor:
         """Images of these rows, uint8 ``(len(rows), c, h, w)``."""
         return self.images.stack(self.rows[rows])
+
+
+def split_off(images: Images, count: int) -> tuple[Subset, Subset]:
+    """Divide a set into what is left and ``count`` images, each class by its share, always the same ones.
+
+    Raises:
+        ValueError: if there are not more than ``count`` images.
+
+    >>> labels = torch.arange(100) % 10
+    >>> left, off = split_off(ImageSet(torch.zeros(100, 1, 8, 8, dtype=torch.uint8), labels, tuple("0123456789")), 20)
+    >>> len(left), off.labels.bincount().tolist()
+    (80, [2, 2, 2, 2, 2, 2, 2, 2, 2, 2])
+    """
+    if not 0 < count < len(images):
+        raise ValueError(f"{count} images cannot be held out of {len(images)}: take at least 1 and leave at least 1")
+    shuffled = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    by_class = shuffled[images.labels[shuffled].argsort(stable=True)]
+    off = torch.zeros(len(images), dtype=torch.bool)
+    off[by_class[torch.arange(count) * len(images) // count]] = True
+    return Subset(images, (~off).nonzero()[:, 0]), Subset(images, off.nonzero()[:, 0])

@@ -77,7 +77,7 @@ _STAND_INS = {
 
 
 def read_pickled_dict(path: Path) -> dict[str, Any]:
-    """The dictionary in a pickle, with text keys; arrays are of unsigned bytes.
+    """Return the dictionary in a pickle, with text keys; arrays are of unsigned bytes.
 
     Raises:
         ValueError: if the file is damaged, holds something else, or names anything but numpy's arrays. Nothing that it

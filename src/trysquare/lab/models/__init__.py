@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from trysquare.lab.models.classifier import Builder, Classifier
 from trysquare.lab.models.counting import count_parameters
 from trysquare.lab.models.depthwise import cifar10_accurate, imagenet
-from trysquare.lab.models.liresnet import liresnet_aoc
+from trysquare.lab.models.lipnext import lipnext
+from trysquare.lab.models.liresnet import liresnet
+from trysquare.lab.models.mlp import aol_mlp
 from trysquare.lab.models.resnet import resnet34
 from trysquare.lab.models.stacks import bcop_small, cifar10_robust, tiny
 from trysquare.naming import pick, shown
@@ -29,7 +31,29 @@ MODELS: dict[str, Builder] = {
         pooling="l2",
     ),
     "bcop-small": Builder(bcop_small, "the network of Li et al. (2019) that the paper's appendix repeats"),
-    "liresnet-aoc": Builder(liresnet_aoc, "the paper's robust*: LiResNet of orthogonal layers", head="unit-norm"),
+    "liresnet-aoc": Builder(liresnet, "the paper's robust*: LiResNet of orthogonal layers", head="unit-norm"),
+    "liresnet": Builder(
+        liresnet,
+        "LiResNet of linear residual convolutions",
+        head="unit-norm",
+        conv="aol",
+        strided_conv="aoc",
+        residual=True,
+        factor=1.0,
+        dense_layers=8,
+    ),
+    "bronet": Builder(
+        liresnet,
+        "BRONet: LiResNet of block reflectors",
+        head="unit-norm",
+        conv="bro",
+        strided_conv="aoc",
+        centering="batch",
+        factor=1.0,
+        dense_layers=8,
+    ),
+    "lipnext": Builder(lipnext, "LipNeXt: orthogonal matrices and shifts, no larger kernels", head="unit-norm"),
+    "aol-mlp": Builder(aol_mlp, "the linear layers with AOL of Prach et al., from the identity on"),
     "resnet34": Builder(resnet34, "the ResNet-34 of the paper's measurements of cost, for any kind of convolution"),
     "tiny-digits": Builder(tiny, "for 8 x 8 digits, in seconds"),
     "tiny-mnist": Builder(
@@ -42,7 +66,7 @@ MODELS: dict[str, Builder] = {
 
 
 def build(name: str, input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, **options: object) -> Classifier:
-    """A model by name, for images of any size and any number of classes.
+    """Return a model by name, for images of any size and any number of classes.
 
     Images whose size is not a multiple of the model's total stride get zeros around them, which is an isometry. Use
     ``torch.device`` as a context, or ``.to()``, for another device or dtype.

@@ -43,7 +43,7 @@ class Classifier(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Logits ``(batch, classes)``."""
-        return self.head(self.features(input))  # type: ignore[no-any-return]
+        return self.head(self.features(input))
 
 
 Scale = float | Sequence[float]
@@ -116,6 +116,8 @@ def _require_kind(name: str, value: object, default: object) -> None:
         fits, wanted = value is None or plain or hasattr(value, "__array__"), "a number, or several"
     elif default is None or isinstance(default, str):
         fits, wanted = value is None or (isinstance(value, str) and len(value) <= _LONGEST_NAME), "a name"
+    elif isinstance(default, bool):
+        fits, wanted = isinstance(value, bool), "true or false"
     elif isinstance(default, int):
         fits, wanted = _is_integer(value), "an integer"
     elif isinstance(default, float):

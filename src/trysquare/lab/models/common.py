@@ -70,7 +70,7 @@ def pad_to_multiple(shape: Shape, multiple: int) -> tuple[list[nn.Module], tuple
 def convolution(
     conv: str, channels: tuple[int, int], kernel_size: int, stride: int = 1, mode: str = "circular", **options: Any
 ) -> nn.Conv2d:
-    """A convolution by any of our methods, or torch's with the same geometry if ``conv="plain"``."""
+    """Return a convolution by any of our methods, or torch's with the same geometry if ``conv="plain"``."""
     choose("conv", conv, {**METHODS, "plain": None})
     if conv != "plain":
         return OrthoConv2d(*channels, kernel_size, stride, padding_mode=mode, method=conv, **options)

@@ -12,7 +12,7 @@ from trysquare.verify.lipschitz.checks import require_module
 
 
 def count_parameters(model: nn.Module, as_paper: bool = False) -> int:
-    """Number of parameters that an optimizer trains.
+    """Return the number of parameters that an optimizer trains.
 
     The paper's library has other free tensors than ours for the same kernel. Without a stride it makes the 1x1 matrix
     in a kernel from two more ``c x c/2`` factors: as many numbers as our matrix for ``c -> c``, more where channels
@@ -39,7 +39,7 @@ def count_parameters(model: nn.Module, as_paper: bool = False) -> int:
 
 
 def _papers_kernel(geometry: ConvGeometry) -> int:
-    """Numbers that the paper's library trains for one kernel."""
+    """Return numbers that the paper's library trains for one kernel."""
     missing = sum(k - r for k, r in zip(geometry.kernel_size, geometry.reach, strict=True))
     if missing == 0:
         return prod(geometry.matrix_shape)

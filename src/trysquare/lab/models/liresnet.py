@@ -1,7 +1,8 @@
-"""LiResNet (Hu et al., 2023) with AOC in the place of its convolutions: the paper's ``robust*``."""
+"""LiResNet (Hu et al., 2023), BRONet (2025) and the paper's ``robust*``: one stack with other convolutions."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from trysquare.lab.models.common import Body, Shape, activation, convolution, dense, pad_to_multiple
@@ -24,15 +25,14 @@ class Amplified(nn.Sequential):
         self.factor = factor
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """The layers, times the factor."""
+        """Return the layers, times the factor."""
         return super().forward(input) * self.factor
 
     def extra_repr(self) -> str:
-        """The factor."""
         return f"factor={self.factor}"
 
 
-def liresnet_aoc(
+def liresnet(
     input_shape: Shape,
     *,
     width: int = 512,
@@ -41,10 +41,12 @@ def liresnet_aoc(
     dense_layers: int = 4,
     factor: float = 1.15,
     conv: str = "aoc",
+    strided_conv: str | None = None,
+    residual: bool = False,
     padding_mode: str = "circular",
     centering: str | None = None,
 ) -> Body:
-    """The paper's ``robust*``: LiResNet without residual connections, 85.3 % on CIFAR-10, 75.0 % certified at 36/255.
+    """Return the paper's ``robust*``, LiResNet without residual connections: 85.3 % on CIFAR-10, 75.0 % at 36/255.
 
     As the paper says, the skip connections are gone and each of the ``depth`` convolutions is followed by a constant
     factor of 1.15. That factor makes the Lipschitz constant ``1.15 ** depth`` (5.35) instead of 1: certificates divide
@@ -52,6 +54,10 @@ def liresnet_aoc(
 
     The paper says 46.3 M parameters and not what they are. The original's eight linear layers would give 64 M; with
     four there are 47.5 M.
+
+    LiResNet itself has linear residual blocks, ``x + conv(x)`` rescaled: a convolution that starts at the identity,
+    here with AOL's scale in place of a power iteration. It has 83 M parameters, as published. BRONet has block
+    reflectors, and ours 64 M parameters where 68 M are published.
 
     Args:
         input_shape: channels, height and width of an image. The first linear layer reads an eighth of each side, so
@@ -62,14 +68,19 @@ def liresnet_aoc(
         dense_layers: number of linear layers of that size.
         factor: by which each of the convolutions is amplified.
         conv: method of the convolutions, one of ``ts.METHODS``, or ``"plain"``.
+        strided_conv: method of those with stride, the first and the last; ``conv`` unless given.
+        residual: convolutions without stride start at the identity.
         padding_mode: ``"circular"`` or ``"zeros"``.
         centering: ``"batch"`` or ``"layer"`` centering in front of the activations of convolutions.
     """
     layers, (height, columns) = pad_to_multiple(input_shape, 8)
-    layers += [convolution(conv, (input_shape[0], width), 5, 2, padding_mode), *activation(width, centering)]
+    strided = conv if strided_conv is None else strided_conv
+    layers += [convolution(strided, (input_shape[0], width), 5, 2, padding_mode), *activation(width, centering)]
     for _ in range(depth):
-        block = Amplified(convolution(conv, (width, width), 3, mode=padding_mode), factor=factor)
-        layers += [block, *activation(width, centering)]
+        same = convolution(conv, (width, width), 3, mode=padding_mode)
+        if residual and not same.weight.is_meta:
+            same.weight = nn.init.dirac_(torch.empty_like(same.weight))
+        layers += [same if factor == 1 else Amplified(same, factor=factor), *activation(width, centering)]
     patches = width * (height // 8) * (columns // 8)
-    layers += [convolution(conv, (width, width), 4, 4, padding_mode), nn.Flatten()]
+    layers += [convolution(strided, (width, width), 4, 4, padding_mode), nn.Flatten()]
     return Body([*layers, *dense([patches, *[dense_width] * (dense_layers + 1)])], dense_width)

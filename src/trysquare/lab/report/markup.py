@@ -8,8 +8,7 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 # Not templates of Jinja2: the header of the page, tried as one, came out the same in 82 lines (40 of template, 42 that
 # prepare its values) in place of 93. The charts, half of all, are SVG whose numbers are computed. Here the calls that
@@ -98,7 +97,7 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def percent(share: float) -> str:
-    r"""Rounded down, so that the order of accuracies is kept and 100 % means all.
+    r"""Write a share, rounded down so that the order of accuracies is kept and 100 % means all.
 
     >>> percent(0.9996), percent(0.29)
     ('99.9\xa0%', '29.0\xa0%')
@@ -107,7 +106,7 @@ def percent(share: float) -> str:
 
 
 def radius(value: float) -> str:
-    """A certified radius, rounded down to thousandths.
+    """Write a certified radius, rounded down to thousandths.
 
     >>> radius(0.12399), radius(math.inf)
     ('0.123', '∞')
@@ -118,7 +117,7 @@ def radius(value: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """Seven digits, as many as float32 has; a dash for what is not known.
+    """Write seven digits, as many as float32 has, or a dash for what is not known.
 
     >>> number(1.23456789), number(None), number(math.inf)
     ('1.234568', '–', '∞')
@@ -129,7 +128,7 @@ def number(value: float | None) -> str:
 
 
 def bound(value: float) -> str:
-    """A certified upper bound, rounded up to millionths.
+    """Write a certified upper bound, rounded up to millionths.
 
     >>> bound(1.0), bound(1.0000002), bound(2.5)
     ('1', '1.000001', '2.5')
@@ -141,7 +140,7 @@ def bound(value: float) -> str:
 
 
 def scientific(value: float) -> str:
-    r"""Two digits and a power of ten, rounded up.
+    r"""Write two digits and a power of ten, rounded up.
 
     >>> scientific(3.91e-7), scientific(0.0)
     ('4.0\xa0×\xa010⁻⁷', '0')
@@ -156,7 +155,7 @@ def scientific(value: float) -> str:
 
 
 def count(value: int) -> str:
-    """With commas.
+    """Write a whole number with commas.
 
     >>> count(2300000)
     '2,300,000'
@@ -165,7 +164,7 @@ def count(value: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, minutes or hours, whichever are few.
+    """Write a time in seconds, minutes or hours, whichever are few.
 
     >>> from trysquare.lab.report.markup import duration
     >>> duration(12.4), duration(1800), duration(9000)
@@ -174,259 +173,3 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def shortened(text: str, length: int) -> str:
-    """At most ``length`` characters, the beginning left out: ends of layers' names tell them apart.
-
-    >>> shortened("features.stage1.conv", 11)
-    '…tage1.conv'
-    """
-    return text if len(text) <= length else f"…{text[len(text) - length + 1 :]}"
-
-
-Point = tuple[float, float]
-# Beyond this, differences and squares of coordinates overflow.
-LARGEST = 1e150
-_LETTER = 7.0
-
-
-def ticks(low: float, high: float, most: int) -> list[float]:
-    """Return round numbers in a range: multiples of 1, 2 or 5 times a power of ten, at most ``most`` of them.
-
-    >>> ticks(0.0, 1.0, 6), ticks(0.13, 0.29, 5)
-    ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [0.15, 0.2, 0.25])
-    """
-    if not high > low:
-        return [low]
-    exponent = math.floor(math.log10((high - low) / most))
-    for mantissa, power in ((1, 0), (2, 0), (5, 0), (1, 1), (2, 1), (5, 1)):
-        step = mantissa * 10.0 ** (exponent + power)
-        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-        if last - first < most:
-            break
-    digits = max(0, -(exponent + power))
-    return [round(i * step, digits) + 0.0 for i in range(first, last + 1)]
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A range with a name.
-
-    Args:
-        low: its beginning.
-        high: its end, above ``low``.
-        label: what is measured.
-        write: a tick as text.
-    """
-
-    low: float
-    high: float
-    label: str
-    write: Callable[[float], str] = "{:g}".format
-
-    @classmethod
-    def around(
-        cls,
-        values: Iterable[float],
-        label: str,
-        write: Callable[[float], str] = "{:g}".format,
-        limits: tuple[float, float] = (-LARGEST, LARGEST),
-    ) -> Axis:
-        """Return an axis that has room for all values, within limits."""
-        finite = [value for value in values if abs(value) <= LARGEST] or [0.0]
-        low, high = min(finite), max(finite)
-        size = max(abs(low), abs(high))
-        flat = high - low <= max(1e-9 * size, 1e-100)
-        room = 0.06 * (high - low) if not flat else 0.05 * size if size > 1e-100 else 1.0
-        return cls(max(low - room, limits[0]), min(high + room, limits[1]), label, write)
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Where things are drawn, in pixels: the size of the picture, and the margins around the plot."""
-
-    width: float
-    height: float
-    left: float = 46
-    right: float = 18
-    top: float = 30
-    bottom: float = 44
-
-
-class Chart:
-    """A picture with two axes, to which marks are added.
-
-    Args:
-        key: unique in the page.
-        title: its name, for those who do not see it.
-        description: what it shows.
-        frame: sizes.
-        x: from left to right.
-        y: from bottom to top.
-    """
-
-    def __init__(self, key: str, title: str, description: str, frame: Frame, x: Axis, y: Axis) -> None:
-        self.key, self.title, self.description = key, title, description
-        self.frame, self.x, self.y = frame, x, y
-        self.parts: list[Markup] = []
-
-    def across(self, value: float) -> float:
-        """Return the distance of a value from the left, in pixels."""
-        start, end = self.frame.left, self.frame.width - self.frame.right
-        return start + _share(value, self.x) * (end - start)
-
-    def down(self, value: float) -> float:
-        """Return the distance of a value from the top, in pixels."""
-        start, end = self.frame.height - self.frame.bottom, self.frame.top
-        return start + _share(value, self.y) * (end - start)
-
-    def add(self, name: str, /, *children: object, **attributes: object) -> None:
-        """Add an SVG element; numbers are rounded to a tenth of a pixel."""
-        rounded = {key: _pixel(value) if isinstance(value, float) else value for key, value in attributes.items()}
-        self.parts.append(tag(name, *children, **rounded))
-
-    def line(self, points: Iterable[Point], class_: str) -> None:
-        """Draw a line through points."""
-        self.add("path", d=self._path(points), class_=f"line {class_}")
-
-    def area(self, points: Sequence[Point], class_: str) -> None:
-        """Fill the area between a line and the bottom."""
-        closed = [(points[0][0], self.y.low), *points, (points[-1][0], self.y.low)]
-        self.add("path", d=self._path(closed) + "Z", class_=f"area {class_}")
-
-    def _path(self, points: Iterable[Point]) -> str:
-        return "M" + "L".join(f"{_pixel(self.across(x))} {_pixel(self.down(y))}" for x, y in points)
-
-    def dots(self, places: Iterable[Point], class_: str) -> None:
-        """Draw small points at pixels, all in one element: there may be thousands."""
-        self.add("path", d="".join(f"M{_pixel(x)} {_pixel(y)}h0" for x, y in places), class_=f"dots {class_}")
-
-    def marker(self, point: Point, class_: str, hint: str) -> None:
-        """Draw a point that says what it is when pointed at."""
-        x, y = self.across(point[0]), self.down(point[1])
-        self.add("circle", tag("title", hint), cx=x, cy=y, r=4.5, class_=f"marker {class_}")
-
-    def diamond(self, point: Point, class_: str, hint: str) -> None:
-        """Draw another kind of point, which can be told apart without its colour."""
-        x, y = _pixel(self.across(point[0])), _pixel(self.down(point[1]))
-        self.add("path", tag("title", hint), d=f"M{x} {y}m0 -6l6 6l-6 6l-6 -6Z", class_=f"marker {class_}")
-
-    def rule(self, class_: str, *, x: float | None = None, y: float | None = None) -> None:
-        """Draw a straight line through the whole plot."""
-        left, right, top, bottom = self._edges()
-        if x is not None:
-            left = right = self.across(x)
-        if y is not None:
-            top = bottom = self.down(y)
-        self.add("line", x1=left, x2=right, y1=top, y2=bottom, class_=class_)
-
-    def text(self, x: float, y: float, content: str, class_: str = "", anchor: str = "start") -> None:
-        """Write text at pixels."""
-        self.add("text", content, x=x, y=y, class_=class_ or None, text_anchor=anchor)
-
-    def _edges(self) -> tuple[float, float, float, float]:
-        frame = self.frame
-        return frame.left, frame.width - frame.right, frame.top, frame.height - frame.bottom
-
-    def draw_x(self, class_: str = "grid") -> None:
-        """Draw ticks, lines through them and the label of the horizontal axis."""
-        left, right, _, bottom = self._edges()
-        for value in ticks(self.x.low, self.x.high, max(2, int((right - left) // 64))):
-            self.rule(class_, x=value)
-            self.text(self.across(value), bottom + 18, self.x.write(value), "tick", "middle")
-        self.text(right, bottom + 37, self.x.label, "label", "end")
-
-    def draw_y(self) -> None:
-        """Draw ticks, lines through them and, above, the label of the vertical axis."""
-        left, _, top, bottom = self._edges()
-        for value in ticks(self.y.low, self.y.high, max(2, int((bottom - top) // 30))):
-            self.rule("grid", y=value)
-            self.text(left - 9, self.down(value) + 4, self.y.write(value), "tick", "end")
-        self.text(0.0, 12.0, self.y.label, "label")
-
-    def rendered(self, class_: str = "") -> Markup:
-        """Return the picture."""
-        frame, ids = self.frame, (f"{self.key}-title", f"{self.key}-text")
-        return tag(
-            "svg",
-            tag("title", self.title, id=ids[0]),
-            tag("desc", self.description, id=ids[1]),
-            self.parts,
-            viewBox=f"0 0 {frame.width:g} {frame.height:g}",
-            role="img",
-            aria_labelledby=" ".join(ids),
-            class_=f"chart {class_}".rstrip(),
-        )
-
-
-class Rows(Chart):
-    """A chart with one row for each name, from top to bottom, and a remark at the end of each."""
-
-    def __init__(
-        self,
-        key: str,
-        title: str,
-        description: str,
-        width: float,
-        x: Axis,
-        names: Sequence[str],
-        *,
-        pitch: float,
-        letters: int,
-        remarks: Sequence[str] = (),
-    ) -> None:
-        shown = [shortened(name, letters) for name in names]
-        frame = Frame(
-            width,
-            len(names) * pitch + 68,
-            left=_LETTER * max(map(len, shown)) + 14,
-            right=_LETTER * max(map(len, remarks), default=0) + 22,
-            top=24,
-        )
-        super().__init__(key, title, description, frame, x, Axis(len(names), 0, ""))
-        for row, name in enumerate(names):
-            middle = self.down(row + 0.5) + 4
-            full = tag("title", name) if shown[row] != name else None
-            self.add("text", shown[row], full, x=frame.left - 12, y=middle, class_="name", text_anchor="end")
-        for row, remark in enumerate(remarks):
-            self.text(width, self.down(row + 0.5) + 4, remark, "tick", "end")
-
-    def bar(self, row: int, start: float, end: float, class_: str, thickness: float) -> None:
-        """Draw a bar from one value to another, in a row."""
-        x, wide = self.across(start), self.across(end) - self.across(start)
-        y = self.down(row + 0.5) - thickness / 2
-        self.add("rect", x=x, y=y, width=max(wide, 0.8), height=thickness, class_=class_)
-
-    def stroke(self, row: int, value: float, class_: str, height: float) -> None:
-        """Draw an upright stroke at a value, in a row."""
-        x, y = self.across(value), self.down(row + 0.5)
-        self.add("line", x1=x, x2=x, y1=y - height / 2, y2=y + height / 2, class_=class_)
-
-
-def _share(value: float, axis: Axis) -> float:
-    """Return how far along the axis a value is; what is outside is drawn at its end."""
-    return min(1.0, max(0.0, (value - axis.low) / (axis.high - axis.low)))
-
-
-def _pixel(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
-
-
-def apart(places: Sequence[float], distance: float, lowest: float, highest: float) -> list[float]:
-    """Move places apart by one sweep down and one up, so that labels there do not overlap.
-
-    >>> apart([10.0, 12.0, 40.0], 14.0, 0.0, 100.0)
-    [10.0, 24.0, 40.0]
-    """
-    order = sorted(range(len(places)), key=places.__getitem__)
-    moved = list(places)
-    floor = lowest
-    for i in order:
-        moved[i] = max(moved[i], floor)
-        floor = moved[i] + distance
-    ceiling = highest
-    for i in reversed(order):
-        moved[i] = min(moved[i], ceiling)
-        ceiling = moved[i] - distance
-    return moved

@@ -35,7 +35,7 @@ from trysquare.lab.report.markup import (
     table,
     tag,
 )
-from trysquare.lab.report.reading import COMMANDS, Results, read_results, recipe_sections
+from trysquare.lab.report.reading import COMMANDS, Level, Results, read_results, recipe_sections
 from trysquare.verify.attacks import CertificateError
 from trysquare.verify.auditing import AuditReport
 from trysquare.verify.certification import Certificate, radius_text
@@ -169,17 +169,17 @@ def _disproof(run: Results) -> CertificateError | None:
 
 def _same_certificate(run: Results) -> bool:
     """Return whether the attack is of this certificate; on fewer samples that is not known, so granted."""
-    attack, certificate = run.attack, run.certificate
-    if attack is None or attack.samples != len(certificate.radii):
+    attack = run.attack
+    if attack is None or attack.samples != len(run.certificate.radii):
         return True
-    pairs = zip(attack.epsilons, attack.certified, strict=True)
-    return all(abs(certificate.certified_accuracy(e) - share) < 1e-9 for e, share in pairs)
+    certified = {level.epsilon: level.certified for level in run.levels}
+    return all(abs(certified[e] - share) < 1e-9 for e, share in zip(attack.epsilons, attack.certified, strict=True))
 
 
 def headline(run: Results) -> Markup:
-    """The result in a sentence."""
+    """Return the result in a sentence."""
     certificate = run.certificate
-    first = min(certificate.epsilons)
+    least = min((level for level in run.levels if level.asked), key=lambda level: level.epsilon)
     proved = "it is proved" if _disproof(run) is None else "the certificate wrongly claims"
     return tag(
         "p",
@@ -188,21 +188,19 @@ def headline(run: Results) -> Markup:
         " test images the network classifies ",
         tag("b", percent(certificate.clean_accuracy)),
         " correctly. For ",
-        tag("b", percent(certificate.certified_accuracy(first)), class_="accent"),
-        f" {proved} that no change of length up to {radius_text(first)} changes the answer.",
+        tag("b", percent(least.certified), class_="accent"),
+        f" {proved} that no change of length up to {least.name} changes the answer.",
         class_="headline",
     )
 
 
 def key_numbers(run: Results) -> Markup:
-    """Clean, certified and attacked accuracy as tiles."""
-    certificate = run.certificate
-    attacked = {} if run.attack is None else dict(zip(run.attack.epsilons, run.attack.attacked, strict=True))
-    tiles = [_tile("clean", certificate.clean_accuracy, "no attack", None)]
-    for e in certificate.epsilons:
-        under = attacked.get(e)
-        note = "not attacked" if under is None else f"attacked {percent(under)}"
-        tiles.append(_tile(f"certified at {radius_text(e)}", certificate.certified_accuracy(e), note, under))
+    """Return clean, certified and attacked accuracy as tiles."""
+    tiles = [_tile("clean", run.certificate.clean_accuracy, "no attack", None)]
+    for level in run.levels:
+        if level.asked:
+            note = "not attacked" if level.attacked is None else f"attacked {percent(level.attacked)}"
+            tiles.append(_tile(f"certified at {level.name}", level.certified, note, level.attacked))
     return tag("ul", tiles, class_="tiles")
 
 
@@ -216,7 +214,7 @@ def _tile(name: str, share: float, note: str, mark: float | None) -> Markup:
 
 
 def facts(run: Results) -> Markup:
-    """The other numbers."""
+    """Return the other numbers."""
     certificate = run.certificate
     kind = "of the features" if certificate.pairwise else "of all logits"
     samples = certificate.measured_samples
@@ -241,7 +239,7 @@ def _duration(run: Results) -> list[tuple[str, str, str]]:
 
 
 def meaning(run: Results) -> Markup:
-    """What the certificate proves and assumes, in plain language."""
+    """Say in plain language what the certificate proves and assumes."""
     certificate = run.certificate
     samples = len(certificate.radii)
     cards = [
@@ -265,7 +263,7 @@ def _proved(certificate: Certificate) -> str:
         "Each image has a radius. Add anything to its pixels (from 0 to 1, before any scaling): as long as the change "
         "is shorter than the radius, in Euclidean length, the function that the weights define gives the same class. "
         f"This holds for every attack, known or not. It follows from the weights in use: {source}. It assumes float64 "
-        "arithmetic by IEEE 754. Rounding errors of the evaluation in float64 are bounded, and taken off."
+        "arithmetic by IEEE 754. Rounding errors of the evaluation in float64 are bounded, and subtracted."
     )
 
 
@@ -296,20 +294,20 @@ _CHIPS = {"orthogonal": "chip good", "1-Lipschitz": "chip", "amplifies": "chip b
 
 
 def curve(run: Results) -> Markup:
-    """Certified accuracy over the radius, and the numbers of the chart."""
-    certificate, attack = run.certificate, run.attack
+    """Show certified accuracy over the radius, and the numbers of the chart."""
     entries = [("certified", "certified: proved")]
-    entries += [] if attack is None else [("attacked", "attacked: what the attack left")]
-    rows = [_curve_row(run, e) for e in sorted({*certificate.epsilons, *(attack.epsilons if attack else ())})]
+    entries += [] if run.attack is None else [("attacked", "attacked: what the attack left")]
+    comparable = run.attack is not None and run.attack.samples == len(run.certificate.radii)
+    rows = [_curve_row(level, comparable) for level in sorted(run.levels, key=lambda level: level.epsilon)]
     return section(
         "curve",
         "Accuracy by radius",
         tag(
             "p",
             "Below the curve it is proved that answers stay right, whatever the attack",
-            "." if attack is None else "; above a diamond an attack has changed them. The truth lies between.",
+            "." if run.attack is None else "; above a diamond an attack has changed them. The truth lies between.",
         ),
-        tag("figure", legend(entries), curve_chart(certificate, attack)),
+        tag("figure", legend(entries), curve_chart(run.certificate, run.levels)),
         _attack_note(run),
         table("Accuracy by radius", ["radius", "certified", "attacked", "open"], rows, "numbers"),
     )
@@ -327,17 +325,17 @@ def _attack_note(run: Results) -> Markup:
     return tag("p", text)
 
 
-def _curve_row(run: Results, e: float) -> list[str]:
-    share = run.certificate.certified_accuracy(e)
-    under = None if run.attack is None else dict(zip(run.attack.epsilons, run.attack.attacked, strict=True)).get(e)
-    comparable = run.attack is not None and run.attack.samples == len(run.certificate.radii)
-    between = percent(max(under - share, 0.0)) if comparable and under is not None else "–"
-    return [radius_text(e), percent(share), "–" if under is None else percent(under), between]
+def _curve_row(level: Level, comparable: bool) -> list[str]:
+    certified = percent(level.certified)
+    if level.attacked is None:
+        return [level.name, certified, "–", "–"]
+    between = percent(max(level.attacked - level.certified, 0.0)) if comparable else "–"
+    return [level.name, certified, percent(level.attacked), between]
 
 
 def training(run: Results) -> Markup:
-    """Loss, accuracy and certified accuracy over the steps."""
-    kinds = (("train", "train"), ("test", "evaluation"))
+    """Show loss, accuracy and certified accuracy over the steps."""
+    kinds = (("train", "train"), ("validation" if run.setting("data", "validation") else "test", "evaluation"))
     panels = []
     for name, limits in (("loss", None), ("accuracy", (0.0, 1.0))):
         lines = [(label, kind, series(run.metrics, kind, name)) for label, kind in kinds]
@@ -366,7 +364,7 @@ def _speed(run: Results) -> Markup | None:
 
 
 def layers(run: Results) -> Markup:
-    """Spectra of all layers and the table of the audit."""
+    """Show the spectra of all layers, and the table of the audit."""
     if run.audit is None:
         missing = absent("The spectra and the audit of the layers are not there.", run.command("audit"))
         return section("layers", "Layers", missing)
@@ -407,14 +405,17 @@ def _audit_table(audit: AuditReport) -> Markup:
     return table("Layer by layer", header, rows, "audit")
 
 
+_BREAK = tag("wbr")
+
+
 def _breakable(name: str) -> list[object]:
-    """A path of a module, which may be broken after its dots."""
+    """Return the path of a module, in which lines may break after dots."""
     first, *others = name.split(".")
-    return [first, *((".", tag("wbr"), part) for part in others)]
+    return [first, *((".", _BREAK, part) for part in others)]
 
 
 def classes(run: Results, names: Callable[[int], str]) -> Markup:
-    """Radii by class."""
+    """Show the radii by class."""
     present = run.certificate.labels.unique().tolist()
     medians = {c: float(run.certificate.radii[run.certificate.labels == c].median()) for c in present}
     shown, note = present, ""
@@ -431,7 +432,7 @@ def classes(run: Results, names: Callable[[int], str]) -> Markup:
 
 
 def provenance(run: Results) -> Markup:
-    """The recipe and the versions."""
+    """Show the recipe and the versions."""
     versions = [[name, _plain(value)] for name, value in run.versions.items()]
     recipe = tag("div", tag("h3", "Resolved recipe"), tag("pre", tag("code", run.recipe), tabindex="0"))
     used = tag("div", tag("h3", "Versions"), table("Versions used", ["what", "version"], versions, "versions"))
@@ -449,7 +450,7 @@ _SMALL_IMAGE = 64
 
 
 def gallery(run: Results, images: Images | None, why_none: str, names: Callable[[int], str]) -> Markup:
-    """The images with the largest and the smallest radius, and some with wrong answers."""
+    """Show the images with the largest and the smallest radius, and some with wrong answers."""
     title = "Surest and least sure"
     reason = why_none if images is None else reason_not_to_show(images, run.certificate)
     if images is None or reason:
@@ -473,10 +474,10 @@ def _picture_row(
     if not len(found):
         return join(heading, tag("p", none, class_="quiet"))
     rows = found[:PICTURES]
-    pixels = images.stack(rows)
+    pixels, white = images.stack(rows), images.white
     small = max(pixels.shape[-2:]) < _SMALL_IMAGE
     figures = [
-        _picture(run.certificate, row, data_uri(image, images.white), small, names)
+        _picture(run.certificate, row, data_uri(image, white), small, names)
         for row, image in zip(rows.tolist(), pixels, strict=True)
     ]
     return join(heading, tag("div", figures, class_="gallery"))

@@ -7,6 +7,7 @@ import math
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from trysquare.lab.training.run import read_metrics
 from trysquare.naming import shown
 from trysquare.verify.attacks import AttackReport
 from trysquare.verify.auditing import AuditReport
-from trysquare.verify.certification import Certificate
+from trysquare.verify.certification import Certificate, radius_text
 
 T = TypeVar("T")
 
@@ -42,6 +43,25 @@ class Record:
     step: float
     values: Mapping[str, float]
     certified: Mapping[float, float]
+
+
+@dataclass(frozen=True)
+class Level:
+    """What is known at one radius.
+
+    Attributes:
+        epsilon: the radius.
+        name: as it is written.
+        asked: whether the certificate names it; otherwise only the attack does.
+        certified: share of images whose answer is proved to stay right.
+        attacked: share that the attack has left right; ``None`` if it was not tried at this radius.
+    """
+
+    epsilon: float
+    name: str
+    asked: bool
+    certified: float
+    attacked: float | None
 
 
 @dataclass(frozen=True)
@@ -72,6 +92,14 @@ class Results:
     attack: AttackReport | None
     audit: AuditReport | None
     outdated: tuple[str, ...]
+
+    @cached_property
+    def levels(self) -> list[Level]:
+        """What is known at each radius: those of the certificate in its order, then others of the attack."""
+        asked = dict.fromkeys(self.certificate.epsilons, True)
+        attacked = {} if self.attack is None else dict(zip(self.attack.epsilons, self.attack.attacked, strict=True))
+        shares = {e: self.certificate.certified_accuracy(e) for e in asked | dict.fromkeys(attacked, False)}
+        return [Level(e, radius_text(e), e in asked, share, attacked.get(e)) for e, share in shares.items()]
 
     def command(self, name: str) -> str:
         """Return the command that does this to the run."""

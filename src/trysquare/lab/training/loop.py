@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -22,7 +23,7 @@ from trysquare.lab.data.registry import check_images
 from trysquare.lab.models import Classifier, build
 from trysquare.lab.training.distribution import World, joined
 from trysquare.lab.training.recipe import MARGINS, Recipe
-from trysquare.lab.training.run import Run, load_images, load_run, starting
+from trysquare.lab.training.run import Run, evaluated_split, load_images, load_run, starting
 from trysquare.lab.training.step import OPTIMIZERS, Gradients, takes_head
 from trysquare.naming import shown
 from trysquare.nn.losses import Loss, make_loss, margin_for_radius
@@ -139,11 +140,12 @@ class _Progress:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results on the test images, with the certified accuracy by radius."""
+    """Results on images that are not trained with, and the certified accuracy by radius."""
 
     loss: float
     accuracy: float
     certified: dict[float, float]
+    split: str = "test"
 
 
 class Training:
@@ -156,7 +158,7 @@ class Training:
         arguments: those of ``ts.models.build`` that made it.
         loss: with the margin of the recipe's radius.
         train: batches of this process.
-        test: those of its share of the test images, in order and not augmented.
+        held_out: those of its share of the validation or test images, in order and not augmented.
         stepper: the optimizer, for all ``steps``.
 
     Raises:
@@ -168,10 +170,11 @@ class Training:
 
     def __init__(self, recipe: Recipe, world: World) -> None:
         self.recipe, self.world, self.progress = recipe, world, _Progress()
-        settings, images, test_images = recipe.train, load_images(recipe, "train"), load_images(recipe, "test")
+        settings, images = recipe.train, load_images(recipe, "train")
+        held_out = load_images(recipe, evaluated_split(recipe))
         if world.is_main:
-            for split in (images, test_images):
-                check_images(split)
+            for part in (images, held_out):
+                check_images(part)
         classes, self.input_shape = len(images.classes), tuple(images[0][0].shape)
         self.arguments: dict[str, Any] = {
             "name": recipe.model.name, "input_shape": self.input_shape, "classes": classes, **recipe.model.options,
@@ -193,7 +196,7 @@ class Training:
         self.train = Loader(
             images, settings.batch_size, recipe.data.augment, settings.seed, shuffle=True, drop_last=True, **place
         )
-        self.test = Loader(test_images, max(recipe.evaluate.batch_size, world.size), **place)
+        self.held_out = Loader(held_out, max(recipe.evaluate.batch_size, world.size), **place)
         self.steps = settings.epochs * len(self.train)
 
         self.loss = build_loss(recipe, self.model, self.input_shape)
@@ -296,13 +299,13 @@ class Training:
         """Evaluate the weights as they are now, on the shares of all processes.
 
         Certified accuracies use the Lipschitz bound of these weights. They leave out what ``ts.certify`` does on top:
-        it takes off the error of evaluation, which is about 1e-6.
+        it subtracts the error of evaluation, which is about 1e-6.
         """
         epsilons = self.recipe.evaluate.epsilons
         counts = torch.zeros(3 + len(epsilons), dtype=torch.float64)
         with evaluating(self.model):
             found = analyse(self.model, self.input_shape, compare=False)
-            for images, labels in self.test.epoch(0):
+            for images, labels in self.held_out.epoch(0):
                 if len(labels):
                     logits = self.model(images)
                     loss = float(self.loss_of(logits, labels)) * len(labels)
@@ -311,7 +314,7 @@ class Training:
                     counts += torch.tensor([loss, right, len(labels), *(int((radii > e).sum()) for e in epsilons)])
         loss, right, count, *certified = self.world.total(counts.to(self.world.device)).tolist()
         shares = {epsilon: number / count for epsilon, number in zip(epsilons, certified, strict=True)}
-        return Evaluation(loss / count, right / count, shares)
+        return Evaluation(loss / count, right / count, shares, evaluated_split(self.recipe))
 
     def _evaluate_and_save(self) -> None:
         """Measure and save the weights that the optimizer evaluates with."""
@@ -324,7 +327,7 @@ class Training:
         self.display.evaluated(self.progress.epoch, found)
         # Programs read these keys with ``float``, so they are decimals where people are shown 36/255.
         certified = {f"{epsilon:.6g}": share for epsilon, share in found.certified.items()}
-        self._record("evaluation", loss=found.loss, accuracy=found.accuracy, certified=certified)
+        self._record("evaluation", split=found.split, loss=found.loss, accuracy=found.accuracy, certified=certified)
 
     def _record(self, kind: str, **numbers: object) -> None:
         progress = self.progress
@@ -351,7 +354,8 @@ class Training:
         )
 
     def _kept(self) -> str:
-        path = self.run.path / "checkpoint.pt"
+        run: Run | None = getattr(self, "run", None)  # none where steps are taken only to measure something
+        path = run.path / "checkpoint.pt" if run is not None else Path()
         return f"the last checkpoint is {path}" if path.is_file() else "there was no checkpoint yet"
 
     def restore(self, state: Mapping[str, Any], run: Run) -> None:
@@ -372,7 +376,9 @@ class Training:
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{path} does not fit the recipe: {error}") from error
         if epochs < (begun := self.progress.epoch + (self.progress.batch > 0)):
-            raise ValueError(f"train.epochs={epochs}, but the run is in epoch {begun} already: give at least {begun}")
+            raise ValueError(
+                f"train.epochs={epochs}, but the run is in epoch {begun} already: it must be at least {begun}"
+            )
         if self.world.is_main:
             run.cut_metrics(self.progress.metrics_size)
             for left_over in run.path.glob("*.tmp"):
@@ -443,17 +449,18 @@ class Display:
         left = elapsed / max(step - self.first, 1) * (self.steps - step)
         parts = [f"epoch {epoch + 1}/{self.epochs}", f"loss {loss:.4f}", f"accuracy {accuracy:.1%}"]
         if self.evaluation is not None:
-            parts += [f"test {self.evaluation.accuracy:.1%}"]
+            parts += [f"{self.evaluation.split} {self.evaluation.accuracy:.1%}"]
             share = self.evaluation.certified[self.shown]
             parts += [f"certified at {radius_text(self.shown)}: {share:.1%}"]
-        self._write("  ".join([*parts, f"{speed:,.0f} images/s", f"{_clock(left)} left"]), keep=not self.terminal)
+        self._write("  ".join([*parts, f"{speed:,.0f} images/s", f"{clock(left)} left"]), keep=not self.terminal)
         self.last = time.monotonic()
 
     def evaluated(self, epoch: int, evaluation: Evaluation) -> None:
         """Show, and keep on the screen, what was measured after an epoch."""
         self.evaluation = evaluation
         certified = ", ".join(f"{radius_text(epsilon)}: {share:.1%}" for epsilon, share in evaluation.certified.items())
-        line = f"epoch {epoch + 1}/{self.epochs}  test loss {evaluation.loss:.4f}  accuracy {evaluation.accuracy:.1%}"
+        line = f"epoch {epoch + 1}/{self.epochs}  {evaluation.split} loss {evaluation.loss:.4f}"
+        line += f"  accuracy {evaluation.accuracy:.1%}"
         self._write(f"{line}  certified at {certified}", keep=True)
 
     def say(self, text: str) -> None:
@@ -467,11 +474,11 @@ class Display:
             self.stream.flush()
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """Return seconds as hours, minutes and seconds.
 
-    >>> from trysquare.lab.training.loop import _clock
-    >>> _clock(62.5), _clock(3723)
+    >>> from trysquare.lab.training.loop import clock
+    >>> clock(62.5), clock(3723)
     ('1:02', '1:02:03')
     """
     minutes, rest = divmod(int(seconds), 60)

@@ -43,6 +43,8 @@ class Data:
         size: height and width in which folders of images are given.
         augment: augmentations of training images, with their parameters; see ``ts.data.AUGMENTATIONS``.
         workers: threads that prepare batches.
+        validation: training images that are held out. Runs are then evaluated on these while they train, so that a
+            recipe can be chosen without a look at the test images.
     """
 
     name: str = "digits"
@@ -50,6 +52,7 @@ class Data:
     size: int | None = None
     augment: Mapping[str, Any] = field(default_factory=dict)
     workers: int = 1
+    validation: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ class Evaluate:
     """Evaluation during training.
 
     Attributes:
-        every: epochs between two evaluations on the test images.
+        every: epochs between two evaluations, on the images that are held out (``data.validation``) or else on the
+            test images.
         batch_size: of the evaluation.
         epsilons: radii of the certified accuracy, in units of the pixels.
     """
@@ -331,11 +335,14 @@ _DECAY: Range = "at least 0 and below 1", lambda value: 0 <= value < 1
 _RANGES: dict[str, Range] = {
     "data.workers": _at_least(0, MOST_WORKERS),
     "data.size": _at_least(1, _LARGEST_SIZE),
+    "data.validation": _at_least(0),
     "optimizer.lr": (f"above 0 and at most {_LARGEST_RATE}", lambda value: 0 < value <= _LARGEST_RATE),
     "optimizer.betas": _DECAY,
     "optimizer.momentum": _DECAY,
     "optimizer.weight_decay": (f"at least 0 and at most {_LARGEST_RATE}", lambda value: 0 <= value <= _LARGEST_RATE),
     "optimizer.warmup_steps": _at_least(0),
+    "optimizer.lookahead": _at_least(0),
+    "optimizer.average": _DECAY,
     "train.epochs": _at_least(1),
     "train.batch_size": _at_least(1),
     "train.accumulate": _at_least(1),
@@ -353,7 +360,7 @@ _RANGES: dict[str, Range] = {
 def yaml() -> Any:
     """Return PyYAML, if it is installed."""
     try:
-        import yaml as module  # type: ignore[import-untyped]
+        import yaml as module
     except ImportError as error:
         raise ImportError("recipes need PyYAML: pip install 'trysquare[train]'") from error
     return module

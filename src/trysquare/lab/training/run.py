@@ -36,7 +36,7 @@ from trysquare.lab.checkpoint import (
     unpacked,
 )
 from trysquare.lab.data import Images, Loader, load
-from trysquare.lab.data.sets import Subset
+from trysquare.lab.data.sets import Subset, split_off
 from trysquare.lab.models import build
 from trysquare.lab.training.recipe import Recipe, read_recipe
 from trysquare.naming import pick, shown
@@ -45,14 +45,34 @@ from trysquare.verify.attacks import AttackReport, attack_report, autoattack_l2,
 from trysquare.verify.auditing import AuditReport, audit
 from trysquare.verify.certification import Certificate, certify
 
+VALIDATION = "validation"
+
 
 def load_images(recipe: Recipe, split: str) -> Images:
     """Return the images of the recipe's data set.
 
+    Args:
+        recipe: names the data.
+        split: ``"train"``, ``"test"``, or ``"validation"`` for what the recipe holds out of the training images.
+
     Raises:
-        ValueError: if a file is missing or damaged; files of images in folders are only listed.
+        ValueError: if a file is missing or damaged, or nothing is held out; files of images in folders are only listed.
     """
-    return load(recipe.data.name, recipe.data.root, split, size=recipe.data.size)
+    held_out = recipe.data.validation
+    if split == VALIDATION and not held_out:
+        raise ValueError("data.validation=0: the recipe holds out no training images")
+    source = "train" if split == VALIDATION else split
+    images = load(recipe.data.name, recipe.data.root, source, size=recipe.data.size)
+    if source == "test" or not held_out:
+        return images
+    if held_out >= len(images):
+        raise ValueError(f"data.validation={held_out} must be less than the {len(images)} training images")
+    return split_off(images, held_out)[split == VALIDATION]
+
+
+def evaluated_split(recipe: Recipe) -> str:
+    """Return which images a run is evaluated on while it trains."""
+    return VALIDATION if recipe.data.validation else "test"
 
 
 @dataclass(frozen=True)
@@ -101,7 +121,7 @@ class Run:
         """Return the images of the run's data in batches, not augmented.
 
         Args:
-            split: ``"train"`` or ``"test"``.
+            split: ``"train"``, ``"validation"`` or ``"test"``.
             samples: how many, evenly spread over the split; all of them unless given.
 
         Raises:

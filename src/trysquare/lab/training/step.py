@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from trysquare.lab.models import Classifier
 from trysquare.naming import pick
 from trysquare.nn.building import built
 from trysquare.nn.losses import Loss
+from trysquare.nn.optim import Lookahead, MovingAverage
 
 
 def takes_head(loss: Loss) -> bool:
@@ -68,6 +69,11 @@ class Gradients:
         return self.loss(logits, labels, **options), (logits.detach().argmax(1) == labels).sum().float()
 
 
+def _half_wave(share: float) -> float:
+    """From 0 at 0 to 1 at 1."""
+    return 0.5 * (1 - math.cos(math.pi * max(share, 0.0)))
+
+
 Schedule = Callable[[float], float]
 """From the share of the training after warm-up that is done to a factor of the learning rate."""
 
@@ -75,6 +81,10 @@ SCHEDULES: dict[str, Schedule] = {
     "constant": lambda done: 1.0,
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * min(done, 1.0))),
     "linear": lambda done: 1 - min(done, 1.0),
+    # Up for 30 % of the steps and down again, along half waves (Smith and Topin, 2019).
+    "one-cycle": lambda done: (
+        0.04 + 0.96 * _half_wave(done / 0.3) if done < 0.3 else _half_wave(min((1 - done) / 0.7, 1.0))
+    ),
 }
 
 
@@ -85,10 +95,12 @@ class Stepper:
     Attributes:
         optimizer: of torch or schedule-free.
         rate: learning rate of step ``0, 1, ...``; ``None`` if the optimizer knows it.
+        average: of the parameters, if these are evaluated.
     """
 
     optimizer: Optimizer
     rate: Callable[[int], float] | None = None
+    average: MovingAverage | None = None
 
     def step(self, number: int) -> None:
         """Update the parameters with the learning rate of this step."""
@@ -112,7 +124,8 @@ class Stepper:
         """
         optimizer: Any = self.optimizer
         if not hasattr(optimizer, "eval"):
-            yield
+            with nullcontext() if self.average is None else self.average.applied():
+                yield
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         kept = [parameter.detach().clone() for parameter in parameters]
@@ -128,7 +141,7 @@ class Stepper:
 
 def _schedule_free(kind: str, parameters: Iterable[nn.Parameter], **options: object) -> Stepper:
     try:
-        import schedulefree  # type: ignore[import-untyped, import-not-found]
+        import schedulefree
     except ImportError as error:
         raise ImportError("this optimizer needs schedulefree: pip install 'trysquare[train]'") from error
     optimizer = getattr(schedulefree, kind)(parameters, **options)
@@ -186,9 +199,11 @@ def _adam(kind: type[torch.optim.AdamW] | type[torch.optim.NAdam]) -> Callable[.
         weight_decay: float = 0.0,
         warmup_steps: int = 0,
         schedule: str = "cosine",
+        lookahead: int = 0,
+        average: float = 0.0,
     ) -> Stepper:
         optimizer = kind(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
-        return Stepper(optimizer, learning_rate(lr, steps, warmup_steps, schedule))
+        return _scheduled(optimizer, learning_rate(lr, steps, warmup_steps, schedule), lookahead, average)
 
     return make
 
@@ -202,10 +217,19 @@ def sgd(
     weight_decay: float = 0.0,
     warmup_steps: int = 0,
     schedule: str = "cosine",
+    lookahead: int = 0,
+    average: float = 0.0,
 ) -> Stepper:
     """Torch's SGD."""
     optimizer = torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
-    return Stepper(optimizer, learning_rate(lr, steps, warmup_steps, schedule))
+    return _scheduled(optimizer, learning_rate(lr, steps, warmup_steps, schedule), lookahead, average)
+
+
+def _scheduled(optimizer: Optimizer, rate: Callable[[int], float], lookahead: int, average: float) -> Stepper:
+    """Return the stepper of a torch optimizer, with lookahead each so many steps and an average, unless these are 0."""
+    if lookahead:
+        Lookahead(optimizer, lookahead)
+    return Stepper(optimizer, rate, MovingAverage(optimizer, average) if average else None)
 
 
 def learning_rate(lr: float, steps: int, warmup_steps: int, schedule: str) -> Callable[[int], float]:

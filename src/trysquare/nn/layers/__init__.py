@@ -16,6 +16,7 @@ from trysquare.nn.layers import (
     sandwich,
     sandwich_fourier,
     scaling,
+    shift,
     shuffle,
     sll,
     sllaoc,
@@ -35,6 +36,7 @@ from trysquare.nn.layers.residual import *
 from trysquare.nn.layers.sandwich import *
 from trysquare.nn.layers.sandwich_fourier import *
 from trysquare.nn.layers.scaling import *
+from trysquare.nn.layers.shift import *
 from trysquare.nn.layers.shuffle import *
 from trysquare.nn.layers.sll import *
 from trysquare.nn.layers.sllaoc import *
@@ -55,6 +57,7 @@ __all__ += residual.__all__
 __all__ += sandwich.__all__
 __all__ += sandwich_fourier.__all__
 __all__ += scaling.__all__
+__all__ += shift.__all__
 __all__ += shuffle.__all__
 __all__ += sll.__all__
 __all__ += sllaoc.__all__

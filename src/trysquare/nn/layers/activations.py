@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.naming import shown
-from trysquare.nn.geometry import Sizes, number, positive
+from trysquare.nn.geometry import Sizes, flag, number, positive
 from trysquare.nn.linalg.lattice import ROUND_UP
 from trysquare.nn.linalg.operator import checked_weight
 from trysquare.nn.linalg.precision import at_least_float32
@@ -34,7 +34,7 @@ def _grouped(x: Tensor, group_size: int, dim: int) -> Tensor:
 
 
 def _after(dim: int) -> int:
-    """The axis that ``unflatten`` puts after the group's own, whether counted from the front or the back."""
+    """Return the axis that ``unflatten`` puts after the group's own, whether counted from the front or the back."""
     return dim + 1 if dim >= 0 else dim
 
 
@@ -46,22 +46,29 @@ class MaxMin(nn.Module):
 
     Args:
         dim: axis of the channels, of even size.
+        halves: whether channel ``i`` makes a pair with the one half of the channels further on instead, as in most
+            other libraries: all larger ones come first, then all smaller ones.
 
     >>> MaxMin()(torch.tensor([[1.0, 2.0, 4.0, 3.0]]))
     tensor([[2., 1., 4., 3.]])
+    >>> MaxMin(halves=True)(torch.tensor([[1.0, 2.0, 4.0, 3.0]]))
+    tensor([[4., 3., 1., 2.]])
     """
 
-    def __init__(self, dim: int = 1) -> None:
+    def __init__(self, dim: int = 1, *, halves: bool = False) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim, self.halves = dim, flag("halves", halves)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Sort pairs."""
         axis = _after(self.dim)
-        return max_min(_grouped(input, 2, self.dim), axis).flatten(*_merged(axis))
+        pairs = _grouped(input, 2, self.dim)
+        ordered = max_min(input.unflatten(self.dim, (2, -1)), axis - 1) if self.halves else max_min(pairs, axis)
+        return ordered.flatten(*_merged(axis))
 
     def extra_repr(self) -> str:
-        return "" if self.dim == 1 else f"dim={self.dim}"
+        shown = ([] if self.dim == 1 else [f"dim={self.dim}"]) + ["halves=True"] * self.halves
+        return ", ".join(shown)
 
 
 def _merged(axis: int) -> tuple[int, int]:
@@ -116,18 +123,44 @@ class FullSort(nn.Module):
 
 
 class Abs(nn.Module):
-    """Absolute value. Isometric: it changes signs (the slope at 0 is taken as 1).
+    """Absolute value, of all numbers or of the first channels. Isometric: it changes signs (the slope at 0 is 1).
+
+    Half of the channels is as good as ``MaxMin`` up to an orthogonal change of basis on either side, and cheaper.
+
+    Args:
+        share: of the channels, axis 1, rounded down; the others stay as they are.
 
     >>> Abs()(torch.tensor([-1.0, 2.0]))
     tensor([1., 2.])
+    >>> Abs(share=0.5)(torch.tensor([[-1.0, -2.0]]))
+    tensor([[ 1., -2.]])
     """
+
+    def __init__(self, share: float = 1.0) -> None:
+        super().__init__()
+        if not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ValueError(f"share={shown(share)} of the channels must be from 0 to 1")
+        self.share = float(share)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Absolute value."""
-        if not torch.is_grad_enabled():
-            return input.abs()
-        # A factor and not abs(): its slope at 0 is 0.
-        return input * torch.where(input < 0, -1.0, 1.0).to(input.dtype)
+        if self.share == 1:
+            return _absolute(input)
+        if input.ndim < 2:
+            raise ValueError(f"an input of shape {tuple(input.shape)} must be (batch, channels, ...)")
+        size = int(self.share * input.shape[1])
+        first, rest = input.split([size, input.shape[1] - size], dim=1)
+        return torch.cat([_absolute(first), rest], dim=1)
+
+    def extra_repr(self) -> str:
+        return "" if self.share == 1 else f"share={self.share:g}"
+
+
+def _absolute(x: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return x.abs()
+    # A factor and not abs(): its slope at 0 is 0.
+    return x * torch.where(x < 0, -1.0, 1.0).to(x.dtype)
 
 
 class Householder(nn.Module):
@@ -239,7 +272,7 @@ def _fold_in_four(first: Tensor, second: Tensor, theta: Tensor) -> tuple[Tensor,
 
 
 def _first_that_holds(conditions: list[Tensor], values: list[Tensor]) -> Tensor:
-    """The value of the first condition that holds, or the last value."""
+    """Return the value whose condition is the first that holds, or the last value."""
     chosen = values[-1]
     for condition, value in zip(reversed(conditions), reversed(values[:-1]), strict=True):
         chosen = torch.where(condition, value, chosen)

@@ -1,19 +1,19 @@
-"""Layers in the place of calls: sums, concatenations, means and scales of converted networks (``nn.conversion``).
+"""Layers in place of calls: sums, concatenations, means and scales of converted networks (``nn.conversion``).
 
 If every value in a network depends on the input in a 1-Lipschitz way, then so does each of these: a sum whose weights
-add up to 1, values side by side divided by the root of their number, a mean taken off.
+add up to 1, values side by side divided by the root of their number, a mean subtracted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trysquare.nn.linalg.precision import at_least_float32
+from trysquare.nn.parametrizations.base import Device
 
 
 class ConvexSum(nn.Module):
@@ -24,12 +24,12 @@ class ConvexSum(nn.Module):
     tensor([0.5000, 0.5000])
     """
 
-    def __init__(self, device: Any = None, dtype: Any = None) -> None:
+    def __init__(self, device: Device = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.logit = nn.Parameter(torch.zeros((), device=device, dtype=dtype))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Convex combination of two values of one shape."""
+        """Combine two values of one shape."""
         share = self.logit.to(at_least_float32(self.logit.dtype)).sigmoid()
         return x * (1 - share).to(x.dtype) + y * share.to(y.dtype)
 
@@ -42,12 +42,12 @@ class LearnableSum(nn.Module):
     tensor([0.5000, 0.5000])
     """
 
-    def __init__(self, device: Any = None, dtype: Any = None) -> None:
+    def __init__(self, device: Device = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.factors = nn.Parameter(torch.ones(2, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Weighted sum of two values of one shape."""
+        """Add two values of one shape."""
         factors = self.factors.to(at_least_float32(self.factors.dtype))
         # Not below what float32 can divide by: with both factors 0 the sum is 0.
         first, second = factors / factors.abs().sum().clamp_min(torch.finfo(factors.dtype).tiny)
@@ -73,7 +73,6 @@ class ScaledConcat(nn.Module):
         return joined * self.number**-0.5
 
     def extra_repr(self) -> str:
-        """Axis and number."""
         return f"dim={self.dim}, number={self.number}, stack={self.stack}"
 
 
@@ -90,51 +89,58 @@ class ScaledMean(nn.Module):
         self.dims, self.keepdim = tuple(dims), keepdim
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scaled mean."""
+        """Take the scaled mean."""
         return x.mean(self.dims, self.keepdim) * prod(x.shape[dim] for dim in self.dims) ** 0.5
 
     def extra_repr(self) -> str:
-        """Axes."""
         return f"dims={self.dims}, keepdim={self.keepdim}"
 
 
 class LastAxesCentering(nn.Module):
-    """``nn.LayerNorm`` without the division: take off the mean over the last axes, add a learnable bias.
+    """``nn.LayerNorm`` without the division: subtract the mean over the last axes, add a learnable bias.
 
     >>> from trysquare.nn.layers.calls import LastAxesCentering
     >>> LastAxesCentering((3,))(torch.tensor([[1.0, 2.0, 6.0]])).detach()
     tensor([[-2., -1.,  3.]])
     """
 
-    def __init__(self, shape: Sequence[int], bias: bool = True, device: Any = None, dtype: Any = None) -> None:
+    def __init__(
+        self, shape: Sequence[int], bias: bool = True, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.shape = tuple(shape)
         self.bias = nn.Parameter(torch.zeros(self.shape, device=device, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Take off the mean, add the bias."""
+        """Subtract the mean, add the bias."""
         axes = tuple(range(-len(self.shape), 0))
         centred = x - x.to(at_least_float32(x.dtype)).mean(axes, keepdim=True).to(x.dtype)
         return centred if self.bias is None else centred + self.bias.to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Shape."""
         return f"{self.shape}, bias={self.bias is not None}"
 
 
 class GroupCentering(nn.Module):
-    """``nn.GroupNorm`` without the division: take off the mean of each group of channels, add a learnable bias.
+    """``nn.GroupNorm`` without the division: subtract the mean of each group of channels, add a learnable bias.
 
     With as many groups as channels this is ``nn.InstanceNorm`` without the division.
     """
 
-    def __init__(self, groups: int, channels: int, bias: bool = True, device: Any = None, dtype: Any = None) -> None:
+    def __init__(
+        self,
+        groups: int,
+        channels: int,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.groups, self.channels = groups, channels
         self.bias = nn.Parameter(torch.zeros(channels, device=device, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Take off the means, add the bias."""
+        """Subtract the means, add the bias."""
         grouped = x.unflatten(1, (self.groups, -1))
         axes = tuple(range(2, grouped.ndim))
         mean = grouped.to(at_least_float32(x.dtype)).mean(axes, keepdim=True).to(x.dtype)
@@ -142,7 +148,6 @@ class GroupCentering(nn.Module):
         return centred if self.bias is None else centred + self.bias.to(x.dtype).view(-1, *(1,) * (x.ndim - 2))
 
     def extra_repr(self) -> str:
-        """Groups and channels."""
         return f"{self.groups}, {self.channels}, bias={self.bias is not None}"
 
 
@@ -172,7 +177,6 @@ class BoundedScale(nn.Module):
         return x * (scale / scale.abs().max().clamp_min(1.0)).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Shape."""
         return f"{tuple(self.scale.shape)}"
 
 
@@ -193,5 +197,4 @@ class Divided(nn.Module):
         return self.module(x) * (1 / self.constant)
 
     def extra_repr(self) -> str:
-        """The constant."""
         return f"constant={self.constant:.6g}"

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from trysquare.nn.geometry import flag, positive
-from trysquare.nn.linalg.precision import at_least_float32
+from trysquare.nn.linalg.precision import Context, at_least_float32
 from trysquare.nn.parametrizations.base import Device
 
 __all__ = ["BatchCentering", "LayerCentering"]
+
+
+class _SumContext(Context, Protocol):
+    group: dist.ProcessGroup | None
 
 
 class _SumOverRanks(torch.autograd.Function):
     """Sum of a tensor over the ranks of a process group; the gradient is summed in the same way."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: _SumContext, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
         total = tensor.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _SumContext, *grads: Tensor) -> tuple[Tensor, None]:
         total = grads[0].clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None
@@ -41,10 +45,10 @@ def per_channel(values: Tensor, like: Tensor) -> Tensor:
 
 
 class BatchCentering(nn.Module):
-    """Batch normalisation without division: take off each channel's mean, add a learnable bias.
+    """Batch normalisation without division: subtract each channel's mean, add a learnable bias.
 
     In training the mean is that of the batch (over all ranks, if there are several, so that they
-    agree), and a projector takes it off. In eval it is the running mean, and the layer is a
+    agree), and a projector subtracts it. In eval it is the running mean, and the layer is a
     translation: isometric. Works for ``(batch, channels)`` and any number of axes after that.
 
     Args:
@@ -86,7 +90,7 @@ class BatchCentering(nn.Module):
                 nn.init.zeros_(tensor)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Take off the mean of each channel, add the bias."""
+        """Subtract the mean of each channel, add the bias."""
         if input.ndim < 2 or input.shape[1] != self.num_features:
             raise ValueError(f"input of shape {tuple(input.shape)} must be (batch, {self.num_features}, ...)")
         if self.training:
@@ -121,7 +125,7 @@ class BatchCentering(nn.Module):
 
 
 class LayerCentering(nn.Module):
-    """Layer normalisation without division: take off each sample's mean, add a learnable bias. 1-Lipschitz.
+    """Layer normalisation without division: subtract each sample's mean, add a learnable bias. 1-Lipschitz.
 
     The mean is over channels and positions, or over positions alone. It is a projector, the same in
     training and eval.
@@ -156,12 +160,13 @@ class LayerCentering(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Take off the mean of each sample, add the bias."""
+        """Subtract the mean of each sample, add the bias."""
         if input.ndim < 2 or input.shape[1] != self.num_features:
             raise ValueError(f"input of shape {tuple(input.shape)} must be (batch, {self.num_features}, ...)")
         if self.per_channel and input.ndim < 3:
             raise ValueError(
-                f"input of shape {tuple(input.shape)} has one value a channel, which is its mean; use per_channel=False"
+                f"input of shape {tuple(input.shape)} has a single value per channel, which is its own mean; use "
+                "per_channel=False"
             )
         axes = tuple(range(2 if self.per_channel else 1, input.ndim))
         mean = input.to(at_least_float32(input.dtype)).mean(axes, keepdim=True).to(input.dtype)

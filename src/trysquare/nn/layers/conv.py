@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.nn.geometry import ConvGeometry, Size, Sizes, flag, per_axis, per_axis_each
-from trysquare.nn.layers.convolution import Convolution, crops, in_format_of, native_crop
+from trysquare.nn.layers.convolution import Convolution, crops, in_format_of, native_crop, no_such_input
 from trysquare.nn.layers.invertible import AffineInverse, Isometry
 from trysquare.nn.layers.series import Series
 from trysquare.nn.linalg.operator import LinearOperator
-from trysquare.nn.linalg.orthogonalize import orthogonalizer as find_orthogonalizer
 from trysquare.nn.linalg.precision import as_autocast
 from trysquare.nn.parametrizations import METHODS, SOC, find_method
 from trysquare.nn.parametrizations.base import Device, ParametrizedWeight, check_dtype
@@ -71,10 +70,10 @@ class OrthogonalConvolution(Isometry, ParametrizedWeight):
         options: Options,
     ) -> ConvGeometry:
         """Return the geometry of the convolution, with the kernel size that the method makes of ``kernel_size``."""
-        find_orthogonalizer(orthogonalizer)
         made_by = find_method(method, options)
         if not made_by.uses_orthogonalizer and orthogonalizer != _DEFAULT_ORTHOGONALIZER:
             raise ValueError(f"orthogonalizer={orthogonalizer!r} has no meaning for method={method!r}; leave it out")
+        parsimonious = flag("parsimonious", parsimonious)
         if parsimonious and not made_by.orthogonal:
             raise ValueError(f"parsimonious=True has no meaning for method={method!r}; leave it out")
         kernel_size, stride, dilation = per_axis_each(self.dims, **sizes)
@@ -118,7 +117,7 @@ class OrthogonalConvolution(Isometry, ParametrizedWeight):
 
     def _sources(self) -> list[Tensor]:
         """Return the free tensors, whether they are parameters or not."""
-        held = self.parametrizations["weight"]
+        held = self._parametrizations_of_weight
         return [getattr(held, f"original{number}") for number in range(held.ntensors)]
 
     def used_weight(self) -> Tensor:
@@ -179,17 +178,14 @@ class OrthogonalConvolution(Isometry, ParametrizedWeight):
     def _check_axes(self, x: Tensor) -> None:
         channels = x.shape[-1 - self.dims] if x.ndim in (self.dims + 1, self.dims + 2) else 0
         if channels != self.in_channels or 0 in x.shape[-self.dims :]:
-            raise ValueError(
-                f"input of shape {tuple(x.shape)} must be (batch, {self.in_channels}, and {self.dims} sizes) or the "
-                "same without the batch, no size being 0"
-            )
+            raise no_such_input(x, self.in_channels, self.dims)
 
     def adjoint(self) -> OrthogonalConvolution:
         """Return the layer, without bias, whose matrix is the transpose; it shares the free tensors of this one."""
         raise NotImplementedError
 
     def inverse(self) -> nn.Module:
-        """Return the exact inverse, which takes off the bias and applies the adjoint; it shares all parameters.
+        """Return the exact inverse, which subtracts the bias and applies the adjoint; it shares all parameters.
 
         Raises:
             ValueError: if the layer is not square (it does not map to as many numbers as it reads), or not orthogonal.
@@ -203,8 +199,9 @@ class OrthogonalConvolution(Isometry, ParametrizedWeight):
         if not geometry.square:
             needed = geometry.group_in * prod(geometry.stride)
             raise ValueError(
-                f"only a square layer has an inverse: {geometry.group_in} channels a group at stride={geometry.stride} "
-                f"would need {needed} on the other side, not {geometry.group_out}; .adjoint() is a one-sided inverse"
+                f"only a square layer has an inverse: {geometry.group_in} channels per group at stride="
+                f"{geometry.stride} would need {needed} on the other side, not {geometry.group_out}; .adjoint() is a "
+                "one-sided inverse"
             )
         if not self._keeps_all_outputs:
             raise ValueError(
@@ -250,11 +247,11 @@ class _Convolution(OrthogonalConvolution):
     ) -> None:
         sizes = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
         channels = (in_channels, out_channels)
-        parsimonious = flag("parsimonious", parsimonious)
         geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
+        bias = flag("bias", bias)
         convolution = Convolution.of(geometry, geometry.pads(padding, padding_mode), padding_mode)
         check_dtype(dtype)
-        super().__init__(  # type: ignore[call-arg]
+        super().__init__(
             geometry.in_channels,
             geometry.out_channels,
             geometry.kernel_size,
@@ -262,7 +259,7 @@ class _Convolution(OrthogonalConvolution):
             0,
             geometry.dilation,
             geometry.groups,
-            flag("bias", bias),
+            bias,
             padding_mode,
             device,
             dtype,
@@ -332,13 +329,13 @@ class _TransposedConvolution(OrthogonalConvolution):
     ) -> None:
         sizes = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
         channels = (out_channels, in_channels)
-        parsimonious = flag("parsimonious", parsimonious)
         geometry = self._plan(channels, sizes, groups, parsimonious, method, orthogonalizer, options)
+        bias = flag("bias", bias)
         output_padding = per_axis("output_padding", output_padding, self.dims, least=0)
         pads = crops(geometry, padding, output_padding, padding_mode)
         convolution = Convolution.of(geometry, pads, padding_mode)
         check_dtype(dtype)
-        super().__init__(  # type: ignore[call-arg]
+        super().__init__(
             geometry.out_channels,
             geometry.in_channels,
             geometry.kernel_size,
@@ -346,7 +343,7 @@ class _TransposedConvolution(OrthogonalConvolution):
             0,
             0,
             geometry.groups,
-            flag("bias", bias),
+            bias,
             geometry.dilation,
             "zeros",
             device,

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from trysquare import torch_internals
 from trysquare.nn.geometry import (
@@ -28,7 +29,7 @@ from trysquare.nn.geometry import (
 from trysquare.nn.linalg.kernels import CONV, CONV_TRANSPOSE
 from trysquare.nn.linalg.lattice import LatticeMap
 from trysquare.nn.linalg.operator import LinearOperator
-from trysquare.nn.linalg.precision import apply_function, each_as_autocast, full_precision, is_traced
+from trysquare.nn.linalg.precision import Context, Gradients, apply_function, each_as_autocast, full_precision
 from trysquare.nn.parametrizations.base import copy_weights
 
 PLAIN_CONV: dict[int, Callable[..., nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -203,7 +204,7 @@ class Convolution:
         )  # fmt: skip
         copy_weights(plain, kernel, bias, training)
         if padding is not None:
-            return plain  # type: ignore[no-any-return]
+            return plain
         pad = CIRCULAR_PAD if self.mode == "circular" else ZERO_PAD
         return nn.Sequential(pad[self.dims](tuple(self.flat_pads)), plain).train(training)
 
@@ -240,8 +241,16 @@ class Convolution:
         )  # fmt: skip
         copy_weights(plain, kernel, bias, training)
         if not any(map(any, rest)):
-            return plain  # type: ignore[no-any-return]
+            return plain
         return nn.Sequential(plain, ZERO_PAD[self.dims](tuple(flat_pads(rest)))).train(training)
+
+
+def no_such_input(x: Tensor, channels: int, dims: int) -> ValueError:
+    """Return the error for an input that no convolution of these channels takes."""
+    return ValueError(
+        f"input of shape {tuple(x.shape)} must be (batch, {channels}, and {dims} sizes), with or without the batch; no "
+        "size may be 0"
+    )
 
 
 # -- padding
@@ -292,7 +301,8 @@ def in_format_of(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _around(x: Tensor, pads: list[int]) -> Tensor:
-    if is_traced() and not torch.compiler.is_compiling():  # torch.func.linearize loses what is written into views
+    if not torch.compiler.is_compiling() and torch_internals.graph_recorder() is not None:
+        # torch.func.linearize loses what is written into views.
         return circular_pad(x, tuple(zip(pads[-2::-2], pads[::-2], strict=True)))
     return in_format_of(x, F.pad(x, pads, mode="circular"))
 
@@ -319,6 +329,18 @@ def circular_fold(full: Tensor, lefts: tuple[int, ...], sizes: tuple[int, ...]) 
     return full
 
 
+_Numbers = tuple[Sizes, list[int], Sizes, int]
+"""Stride, padding, dilation and groups, in torch's order."""
+_Inputs = tuple[Tensor, Tensor, Tensor | None, list[int], _Numbers]
+
+
+class _CircularContext(Context, Protocol):
+    pads: list[int]
+    numbers: _Numbers
+    bias_shape: list[int] | None
+    next_functions: tuple[tuple[Node | None, int], ...]
+
+
 class _CircularConvolution(torch.autograd.Function):
     """Convolution of the periodic extension of ``x``.
 
@@ -327,20 +349,18 @@ class _CircularConvolution(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, pads: list[int], numbers: tuple[Sizes, list[int], Sizes, int]
-    ) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, pads: list[int], numbers: _Numbers) -> Tensor:
         return CONV[x.ndim - 2](_around(x, pads), weight, bias, *numbers)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: _CircularContext, inputs: _Inputs, output: Tensor) -> None:
         x, weight, bias, ctx.pads, ctx.numbers = inputs
         ctx.bias_shape = None if bias is None else list(bias.shape)
         ctx.save_for_backward(x, weight)
         ctx.save_for_forward(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _CircularContext, grad: Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.numbers
         # Asked of the engine: `needs_input_grad` is about the graph, not about this pass through it.
@@ -354,7 +374,7 @@ class _CircularConvolution(torch.autograd.Function):
         return _folded(grad_x, ctx.pads, x.shape) if wanted[0] else None, *others, None, None
 
     @staticmethod
-    def jvp(ctx: Any, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, *_: Any) -> Tensor:
+    def jvp(ctx: _CircularContext, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, *_: None) -> Tensor:
         old_x, old_weight = ctx.saved_tensors
         forward = _CircularConvolution.forward
         terms = [] if x is None else [forward(x, old_weight, None, ctx.pads, ctx.numbers)]
@@ -386,7 +406,7 @@ def circular_convolution(
         return CONV[len(stride)](_around(x, pads), weight, bias, *numbers)
     tensors = each_as_autocast(_no_leaf(x), _no_leaf(weight), None if bias is None else _no_leaf(bias))
     with full_precision(x):
-        return apply_function(_CircularConvolution, *tensors, pads, numbers)  # type: ignore[no-any-return]
+        return apply_function(_CircularConvolution, *tensors, pads, numbers)
 
 
 def _is_for_training(x: Tensor, weight: Tensor) -> bool:

@@ -35,7 +35,7 @@ class NormContraction(Contraction):
         return (self.shape,)
 
     def draw(self) -> list[Tensor]:
-        """A normal kernel."""
+        """Return a normal kernel."""
         return [self._draw_kernel()]
 
     def build(self, *free: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class NormContraction(Contraction):
         return (kernel / torch.where(bound > 0, bound, 1.0)[(..., *(None,) * (kernel.ndim - 1))]).flatten(0, 1)
 
     def solve(self, weight: Tensor) -> list[Tensor]:
-        """The weight itself: its bound is 1."""
+        """Return the weight itself: its bound is 1."""
         return [weight]
 
     def extra_repr(self) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trysquare.naming import pick, refuse_arguments
 from trysquare.nn.geometry import Size, Sizes, check_groups, flag, per_axis
-from trysquare.nn.layers.convolution import Convolution
+from trysquare.nn.layers.convolution import Convolution, no_such_input
 from trysquare.nn.layers.invertible import AffineInverse, Isometry
 from trysquare.nn.layers.pooling import depth_to_space, space_to_depth
 from trysquare.nn.linalg.bounds import singular_value_range
@@ -79,10 +79,7 @@ class ImageSized(Caching):
         """
         batched = x.unsqueeze(0) if x.ndim == self.dims + 1 else x
         if batched.ndim != self.dims + 2 or batched.shape[1] != self.in_channels or 0 in batched.shape[2:]:
-            raise ValueError(
-                f"input of shape {tuple(x.shape)} must be (batch, {self.in_channels}, and {self.dims} sizes) or the "
-                "same without the batch, no size being 0"
-            )
+            raise no_such_input(x, self.in_channels, self.dims)
         return batched
 
     def coarse_sizes(self, sizes: Sizes) -> Sizes:
@@ -292,7 +289,7 @@ class _FourierConvolution(Isometry, ImageSized):
         return twin.train(self.training)
 
     def inverse(self) -> nn.Module:
-        """Return the exact inverse, which takes off the bias and applies the adjoint; it shares all parameters.
+        """Return the exact inverse, which subtracts the bias and applies the adjoint; it shares all parameters.
 
         Raises:
             ValueError: if the layer is not square.

@@ -55,11 +55,11 @@ class UnitRows(Parametrization):
         if bool(((norms - 1).abs() > 0.01).any()):
             raise ValueError(
                 f"the rows of this matrix have norms from {float(norms.min()):.3g} to {float(norms.max()):.3g}, and "
-                "would have to have norm 1. layer.project_(weight) sets the nearest weight that the layer can have"
+                "must have norm 1. layer.project_(weight) sets the nearest weight that the layer can have"
             )
 
     def solve(self, weight: Tensor) -> list[Tensor]:
-        """The weight itself."""
+        """Return the weight itself."""
         return [weight]
 
     def extra_repr(self) -> str:

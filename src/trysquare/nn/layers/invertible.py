@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -14,13 +14,16 @@ from torch.autograd.function import once_differentiable
 from trysquare import torch_internals
 from trysquare.nn.geometry import flag
 from trysquare.nn.layers.convolution import PLAIN_CONV
+from trysquare.nn.linalg.precision import Context, Gradients
 from trysquare.nn.parametrizations.base import (
     Caching,
     OpenBlock,
     Parametrization,
     ParametrizedWeight,
+    Slots,
     WeightCache,
     copy_weights,
+    parameters_of,
 )
 
 __all__ = ["InvertibleSequential"]
@@ -75,8 +78,8 @@ class AffineInverse(Isometry, nn.Module):
         self.dims = dims
 
     def forward(self, y: Tensor) -> Tensor:
-        """Take off the bias, then apply the adjoint."""
-        return self.adjoint(y - self.bias.view(-1, *(1,) * self.dims))  # type: ignore[no-any-return]
+        """Subtract the bias, then apply the adjoint."""
+        return self.adjoint(y - self.bias.view(-1, *(1,) * self.dims))
 
     def inverse(self) -> nn.Module:
         """Return the layer that this undoes, with all of its parameters."""
@@ -86,7 +89,7 @@ class AffineInverse(Isometry, nn.Module):
         return cast("nn.Module", twin)
 
     def as_torch(self) -> nn.Module:
-        """Return a layer that takes off the bias (a convolution with one tap of 1), and the plain adjoint."""
+        """Return a layer that subtracts the bias (a convolution with one tap of 1), and the plain adjoint."""
         layer: Any = self.adjoint
         plain, channels = layer.as_torch(), len(self.bias)
         shift: nn.Module
@@ -229,7 +232,7 @@ def _log_abs_det(layer: nn.Module, x: Tensor) -> Tensor:
     if not callable(found := getattr(layer, "log_abs_det", None)):
         raise TypeError(
             f"{type(layer).__name__} has no method log_abs_det(x), which returns (batch,) logarithms of volumes: "
-            "only orthogonal layers do without"
+            "only orthogonal layers may leave it out"
         )
     volume: Tensor = found(x)
     if volume.shape != x.shape[:1]:
@@ -238,6 +241,9 @@ def _log_abs_det(layer: nn.Module, x: Tensor) -> Tensor:
             "number for each sample"
         )
     return volume
+
+
+Place = tuple[WeightCache, Hashable]
 
 
 class _Weights:
@@ -250,9 +256,9 @@ class _Weights:
     """
 
     def __init__(self) -> None:
-        self.built: dict[Any, Tensor] = {}
+        self.built: dict[Place, Tensor] = {}
         self.sources: set[int] = set()
-        self.handed: dict[Any, Tensor] | None = None
+        self.handed: dict[Place, Tensor] | None = None
 
     @contextmanager
     def handed_to(self, *modules: nn.Module) -> Iterator[None]:
@@ -270,20 +276,20 @@ class _Weights:
 
 
 class _Lender:
-    """Stands in the place of the open block of one part: builds by that, if there was one, but once."""
+    """Stands in place of the open block of one part: builds by that, if there was one, but once."""
 
     def __init__(self, weights: _Weights, around: OpenBlock | None) -> None:
         self.weights, self.around = weights, around
 
     def weight(
-        self, build: Callable[[], Tensor], cache: WeightCache, slots: dict[str, Any], names: Sequence[str], key: Any
+        self, build: Callable[[], Tensor], cache: WeightCache, slots: Slots, names: Sequence[str], key: Hashable
     ) -> Tensor:
         """Return ``build()``, built once."""
         kept, place = self.weights, (cache, key)
         if kept.handed is not None and place in kept.handed:
             return kept.handed[place] if torch.is_grad_enabled() else kept.handed[place].detach()
         if place not in kept.built:
-            free = [slots[name] for name in names]
+            free = parameters_of(slots, names)
             if not any(tensor.requires_grad for tensor in free):
                 return cache.get(build, slots, names, key)
             with torch.enable_grad():
@@ -316,11 +322,15 @@ class _Run:
         self.places, self.sources = list(weights.built), weights.sources
 
 
+class _RunContext(Context, Protocol):
+    run: _Run
+
+
 class _Recomputed(torch.autograd.Function):
     """The results of a pass as a function of its input, the built weights and the other parameters."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, x: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: _RunContext, run: _Run, x: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         output, total = run.results.pop()  # the graph must not hold what it returns
         output = output.view_as(output) if output is x else output
         ctx.run = run
@@ -330,9 +340,9 @@ class _Recomputed(torch.autograd.Function):
         return output, total
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor, volume_grad: Tensor) -> tuple[Tensor | None, ...]:
-        run: _Run = ctx.run
+    @once_differentiable
+    def backward(ctx: _RunContext, grad: Tensor, volume_grad: Tensor) -> Gradients:
+        run = ctx.run
         given, y, *tensors = ctx.saved_tensors
         built = [tensor.detach().requires_grad_() for tensor in tensors[: len(run.places)]]
         weights = _Weights()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,8 @@ from trysquare.nn.parametrizations.base import Device, ParametrizedWeight, check
 
 __all__ = ["OrthoLinear", "OrthoLinearTranspose"]
 
+L = TypeVar("L", "OrthoLinear", "OrthoLinearTranspose")
+
 
 class ParametrizedLinear(ParametrizedWeight, nn.Linear):
     """An ``nn.Linear`` with a parametrized weight, whatever that is."""
@@ -25,7 +27,7 @@ class ParametrizedLinear(ParametrizedWeight, nn.Linear):
     _product: ClassVar[Convolution] = Convolution()
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """``input @ weight.T + bias``."""
+        """Return ``input @ weight.T + bias``."""
         return F.linear(input, self._current_weight(), self.bias)
 
     def linear_operator(self, input_shape: Sequence[int], weight: Tensor | None = None) -> LinearOperator:
@@ -33,11 +35,56 @@ class ParametrizedLinear(ParametrizedWeight, nn.Linear):
         return self._product.linear_operator(self.exact_weight(weight), tuple(input_shape))
 
     def as_torch(self) -> nn.Module:
-        """A plain ``nn.Linear``."""
+        """Return a plain ``nn.Linear``."""
         return self._product.plain(self.weight, self.bias, self.training)
 
 
-class OrthoLinear(Isometry, ParametrizedLinear):
+class _Orthonormal(Isometry, ParametrizedWeight):
+    """What a layer with an orthonormal matrix and its adjoint have in common."""
+
+    in_features: int
+    out_features: int
+    orthogonalizer: str
+
+    def _orthonormalize(self, orthogonalizer: str) -> None:
+        """Make the weight, which torch's constructor has made a parameter, an orthonormal matrix."""
+        self.orthogonalizer = orthogonalizer
+        self._parametrize_weight(OrthonormalMatrix(tuple(self.weight.shape), orthogonalizer, **factory_of(self.weight)))
+
+    def _adjoint_as(self, kind: type[L]) -> L:
+        twin = kind(self.out_features, self.in_features, bias=False, device="meta", orthogonalizer=self.orthogonalizer)
+        self._lend_weight(twin)
+        return twin
+
+    def adjoint(self) -> _Orthonormal:
+        """Return the layer, without bias, whose matrix is the transpose; it shares the free tensors of this one."""
+        raise NotImplementedError
+
+    def inverse(self) -> nn.Module:
+        """Return the exact inverse, which subtracts the bias and applies the adjoint; it shares all parameters.
+
+        Raises:
+            ValueError: if the layer is not square.
+
+        >>> layer, x = OrthoLinear(8, 8), torch.randn(2, 8)
+        >>> bool(torch.allclose(layer.inverse()(layer(x)), x, atol=1e-5))
+        True
+        """
+        if self.in_features != self.out_features:
+            raise ValueError(
+                f"only a square layer has an inverse, not one with in_features={self.in_features} and "
+                f"out_features={self.out_features}; .adjoint() is a one-sided inverse"
+            )
+        return self.adjoint() if self.bias is None else AffineInverse(self.adjoint(), self.bias, 0)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"orthogonalizer={self.orthogonalizer}"
+        )
+
+
+class OrthoLinear(_Orthonormal, ParametrizedLinear):
     """An ``nn.Linear`` whose weight has orthonormal rows, or columns if there are more outputs than inputs.
 
     Args:
@@ -67,45 +114,13 @@ class OrthoLinear(Isometry, ParametrizedLinear):
         in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
         check_dtype(dtype)
         super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
-        self.orthogonalizer = orthogonalizer
-        self._parametrize_weight(
-            OrthonormalMatrix((out_features, in_features), orthogonalizer, **factory_of(self.weight))
-        )
+        self._orthonormalize(orthogonalizer)
 
     def adjoint(self) -> OrthoLinearTranspose:
-        """Return the layer, without bias, whose matrix is the transpose; it shares the free tensors of this one."""
-        twin = OrthoLinearTranspose(
-            self.out_features, self.in_features, device="meta", orthogonalizer=self.orthogonalizer
-        )
-        self._lend_weight(twin)
-        return twin
-
-    def inverse(self) -> nn.Module:
-        """Return the exact inverse, which takes off the bias and applies the adjoint; it shares all parameters.
-
-        Raises:
-            ValueError: if the layer is not square.
-
-        >>> layer, x = OrthoLinear(8, 8), torch.randn(2, 8)
-        >>> bool(torch.allclose(layer.inverse()(layer(x)), x, atol=1e-5))
-        True
-        """
-        _require_square(self.in_features, self.out_features)
-        return self.adjoint() if self.bias is None else AffineInverse(self.adjoint(), self.bias, 0)
-
-    def extra_repr(self) -> str:
-        return f"{nn.Linear.extra_repr(self)}, orthogonalizer={self.orthogonalizer}"
+        return self._adjoint_as(OrthoLinearTranspose)
 
 
-def _require_square(in_features: int, out_features: int) -> None:
-    if in_features != out_features:
-        raise ValueError(
-            f"only a square layer has an inverse, not one with in_features={in_features} and "
-            f"out_features={out_features}; .adjoint() is a one-sided inverse"
-        )
-
-
-class OrthoLinearTranspose(Isometry, ParametrizedWeight, nn.Module):
+class OrthoLinearTranspose(_Orthonormal, nn.Module):
     """The adjoint of ``OrthoLinear(out_features, in_features)``: ``input @ weight``, as transposed convolutions do.
 
     ``weight`` is ``(in_features, out_features)``, that of the layer whose adjoint this is. ``OrthoLinear.adjoint``
@@ -138,17 +153,15 @@ class OrthoLinearTranspose(Isometry, ParametrizedWeight, nn.Module):
         self.in_features = positive("in_features", in_features)
         self.out_features = positive("out_features", out_features)
         check_dtype(dtype)
-        shape = (self.in_features, self.out_features)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(self.in_features, self.out_features, device=device, dtype=dtype))
         like = factory_of(self.weight)
         self.bias = nn.Parameter(torch.empty(self.out_features, **like)) if flag("bias", bias) else None
-        self.orthogonalizer = orthogonalizer
-        self._parametrize_weight(OrthonormalMatrix(shape, orthogonalizer, **like))
+        self._orthonormalize(orthogonalizer)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -(self.in_features**-0.5), self.in_features**-0.5)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """``input @ weight + bias``."""
+        """Return ``input @ weight + bias``."""
         return F.linear(input, self._current_weight().mT, self.bias)
 
     def linear_operator(self, input_shape: Sequence[int], weight: Tensor | None = None) -> LinearOperator:
@@ -156,28 +169,8 @@ class OrthoLinearTranspose(Isometry, ParametrizedWeight, nn.Module):
         return LinearOperator.of_matrix(self.exact_weight(weight).mT, tuple(input_shape))
 
     def as_torch(self) -> nn.Module:
-        """A plain ``nn.Linear`` with the transposed weight."""
+        """Return a plain ``nn.Linear`` with the transposed weight."""
         return Convolution().plain(self.weight.mT, self.bias, self.training)
 
     def adjoint(self) -> OrthoLinear:
-        """Return the layer, without bias, that this one is the adjoint of; it shares the free tensors."""
-        twin = OrthoLinear(
-            self.out_features, self.in_features, bias=False, device="meta", orthogonalizer=self.orthogonalizer
-        )
-        self._lend_weight(twin)
-        return twin
-
-    def inverse(self) -> nn.Module:
-        """Return the exact inverse; it shares all parameters.
-
-        Raises:
-            ValueError: if the layer is not square.
-        """
-        _require_square(self.in_features, self.out_features)
-        return self.adjoint() if self.bias is None else AffineInverse(self.adjoint(), self.bias, 0)
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"orthogonalizer={self.orthogonalizer}"
-        )
+        return self._adjoint_as(OrthoLinear)

@@ -57,7 +57,7 @@ class EuclideanNorm(nn.Module):
         self.dim = dim
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """Norm of each vector, computed in float32 or better."""
+        """Return the norm of each vector, computed in float32 or better."""
         return euclidean(vectors.to(at_least_float32(vectors.dtype)), self.dim)
 
     def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
@@ -105,7 +105,7 @@ class _L2NormPool(_SumPool):
         self.norm = EuclideanNorm()
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Norm of each window, scaled where windows overlap."""
+        """Return the norm of each window, scaled where windows overlap."""
         pads = [pad for amount in reversed(self.padding) for pad in (amount, amount)]
         windows = F.pad(input, pads)
         for axis, (size, stride) in enumerate(zip(self.kernel_size, self.stride, strict=True)):
@@ -259,7 +259,7 @@ class GlobalL2NormPool(_GlobalPool):
         self.norm = EuclideanNorm()
 
     def _pool(self, positions: Tensor) -> Tensor:
-        return self.norm(positions).to(positions.dtype)  # type: ignore[no-any-return]
+        return self.norm(positions).to(positions.dtype)
 
 
 class GlobalMaxPool(_GlobalPool):

@@ -1,11 +1,10 @@
-"""Recurrent layers whose matrices are orthogonal, so that neither states nor gradients grow or vanish by them."""
+"""Recurrent layers whose matrices are orthogonal, so they make neither states nor gradients grow or vanish."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -81,7 +80,7 @@ class OrthoRNNCell(nn.Module):
 
     ``W`` is square orthogonal and ``W_in`` has orthonormal columns, or rows if the state is smaller than the input. As
     every layer, it builds its matrices at each call in training: loop within ``ts.built``, or use ``OrthoRNN``, which
-    builds them once a sequence.
+    builds them once per sequence.
 
     Args:
         input_size: features of the input.
@@ -149,7 +148,7 @@ class OrthoRNNCell(nn.Module):
         projected = self._projected(input.unsqueeze(0) if single else input)
         state = projected.new_zeros(projected.shape) if hx is None else hx.unsqueeze(0) if single else hx
         after = self.function(projected + F.linear(state, self.turn.weight))
-        return after.squeeze(0) if single else after  # type: ignore[no-any-return]
+        return after.squeeze(0) if single else after
 
     def _projected(self, x: Tensor) -> Tensor:
         return F.linear(x, self.read.weight, self.read.bias)
@@ -181,12 +180,11 @@ class OrthoRNNCell(nn.Module):
         return f"{self.input_size}, {self.hidden_size}, init={self.init}"
 
 
-def _norm_of(layer: Any) -> float:
-    weight = (
-        layer.exact_weight()
-        if isinstance(layer, ParametrizedWeight)
-        else checked_weight(as_autocast(layer.weight), type(layer).__name__)
-    )
+def _norm_of(layer: nn.Linear) -> float:
+    if isinstance(layer, ParametrizedWeight):
+        weight = layer.exact_weight()
+    else:
+        weight = checked_weight(as_autocast(layer.weight), type(layer).__name__)
     return singular_value_range([weight.unsqueeze(0)], lowest=False)[1]
 
 
@@ -270,7 +268,7 @@ class OrthoRNN(nn.Module):
     """An ``nn.RNN`` with orthogonal matrices: ``h_t = σ(W_in x_t + b + W h_{t-1})``; see ``OrthoRNNCell``.
 
     Arguments, inputs and outputs are those of ``nn.RNN``, packed sequences included. Recurrent matrices are built once
-    a sequence. ``layers`` holds the cells, those of the two directions of a layer side by side; for plain torch
+    per sequence. ``layers`` holds the cells, those of the two directions of a layer side by side; for plain torch
     use ``ts.to_torch``, which makes an ``nn.RNN`` of it if the nonlinearity is tanh or ReLU.
 
     ``lipschitz_bound`` of a model with ``batch_first=True`` has a certified constant for a sequence of a given length:
@@ -359,7 +357,7 @@ class OrthoRNN(nn.Module):
         self,
         input: Tensor | PackedSequence,  # noqa: A002
         hx: Tensor | None = None,
-    ) -> tuple[Any, Tensor]:
+    ) -> tuple[Tensor | PackedSequence, Tensor]:
         """Return all states of the last layer, and the last state of each layer and direction.
 
         Args:
@@ -485,7 +483,7 @@ class LastState(nn.Module):
         """Return ``(batch, hidden_size * directions)`` from ``(batch, length, input_size)``."""
         directions = 1 + int(self.rnn.bidirectional)
         last = self.rnn(input)[1][-directions:]
-        return last.transpose(0, 1).flatten(1)  # type: ignore[no-any-return]
+        return last.transpose(0, 1).flatten(1)
 
     @torch.no_grad()
     def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:

@@ -48,7 +48,7 @@ class LearnableResidual(_Residual):
 
     Args:
         branch: the function ``f``, 1-Lipschitz.
-        shortcut: a 1-Lipschitz module in the place of ``x``, where ``f`` changes the shape.
+        shortcut: a 1-Lipschitz module in place of ``x``, where ``f`` changes the shape.
         scale: first value of ``a2``.
         learnable_skip: whether ``a1`` is learnable too.
         device: device of the factors.
@@ -100,7 +100,7 @@ class ConvexResidual(_Residual):
 
     Args:
         branch: the function ``f``, 1-Lipschitz.
-        shortcut: a 1-Lipschitz module in the place of ``x``, where ``f`` changes the shape.
+        shortcut: a 1-Lipschitz module in place of ``x``, where ``f`` changes the shape.
         weight: first value of ``t``, between 0 and 1 (both excluded).
         device: device of the weight.
         dtype: dtype of the weight.
@@ -162,7 +162,7 @@ class L2Residual(_Residual):
 
     Args:
         branch: the function ``f``, 1-Lipschitz.
-        shortcut: a 1-Lipschitz module in the place of ``x``, where ``f`` changes the shape.
+        shortcut: a 1-Lipschitz module in place of ``x``, where ``f`` changes the shape.
         angle: first value of ``t``; skip and branch weigh the same at ``pi / 4``.
         device: device of the angle.
         dtype: dtype of the angle.
@@ -184,10 +184,10 @@ class L2Residual(_Residual):
         self.angle = nn.Parameter(torch.tensor(number("angle", angle), device=device, dtype=dtype))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Norm of skip and branch, entry by entry."""
+        """Return the norm of skip and branch, entry by entry."""
         angle = _exact(self.angle)
         skip, branch = self._skip(input), self.branch(input)
         _same_shape(skip, branch)
         wide = at_least_float32(branch.dtype)
         both = torch.stack((skip.to(wide) * angle.cos(), branch.to(wide) * angle.sin()), 1)
-        return self.norm(both).to(branch.dtype)  # type: ignore[no-any-return]
+        return self.norm(both).to(branch.dtype)

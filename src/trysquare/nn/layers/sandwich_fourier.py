@@ -85,7 +85,7 @@ class FrequencyResponse(Caching):
         return self._ordered(self.cached(lambda: self._built(sizes), free, self._parameters, names, sizes))
 
     def _ordered(self, both: Tensor) -> tuple[Tensor, Tensor]:
-        """The halves in the order in which they are applied."""
+        """Return the halves in the order in which they are applied."""
         plain, strided = both[..., : self.hidden], both[..., self.hidden :]
         return (plain, strided) if self.transposed else (strided, plain)
 
@@ -169,7 +169,7 @@ class _FourierSandwich(ImageSized):
         return (blocks_norm(both, type(self).__name__) + rounding) ** 2 / 2 * ROUND_UP
 
     def at_size(self, *sizes: int) -> nn.Module:
-        """The same function in plain layers with the activation between them, for inputs of the given sizes only.
+        """Return the same function in plain layers and the activation, for inputs of the given sizes only.
 
         Raises:
             ValueError: if the layer does not take inputs of these sizes.

@@ -55,7 +55,7 @@ class InputScaling(nn.Module):
         self.register_buffer("std", torch.tensor(deviations, device=device, dtype=dtype))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Take off the mean of each channel and divide by its deviation."""
+        """Subtract the mean of each channel and divide by its deviation."""
         channels = max(len(self.mean), len(self.std))
         if input.ndim < 2 or channels not in (1, input.shape[1]):
             raise ValueError(f"input of shape {tuple(input.shape)} must be (batch, {channels}, ...)")

@@ -19,7 +19,7 @@ class RowContraction(Contraction):
         return self.shape, self.shape[:1]
 
     def draw(self) -> list[Tensor]:
-        """A normal kernel and equal weights."""
+        """Return a normal kernel and equal weights."""
         return [self._draw_kernel(), torch.zeros(self.shape[0], dtype=torch.float64)]
 
     def build(self, *free: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class RowContraction(Contraction):
         return contract_rows(kernel, positive(q), dims=self.dims).flatten(0, 1)
 
     def solve(self, weight: Tensor) -> list[Tensor]:
-        """The weight itself, with the weights ``q`` that leave it as it is.
+        """Return the weight itself, with the weights ``q`` that leave it as it is.
 
         For a kernel that ``contract_rows`` made, the row sums of ``|K Kᵀ|`` have Perron eigenvalue 1
         (its eigenvector is ``T^(1/2) q``), and with the eigenvector for ``q`` they are all 1.

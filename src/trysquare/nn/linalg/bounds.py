@@ -172,7 +172,7 @@ def _nearly_scalar(gram: Tensor) -> tuple[float, float] | None:
 
 
 def _slack(small: int, large: int, upper: float, energy: float) -> float:
-    """What rounding can hide: in ``G`` itself, in forming ``upper I - G``, and in its factorisation."""
+    """Return what rounding can hide: in ``G`` itself, in forming ``upper I - G``, and in its factorisation."""
     return UNIT_ROUNDOFF * 4 * ((large + 8) * energy + (small + 6) * (small + 1) * upper)
 
 
@@ -211,7 +211,7 @@ def _spread(gram: Tensor) -> float:
 
 
 def _top_eigenvalue(matrix: Tensor) -> float:
-    """Largest eigenvalue of a Hermitian matrix; a close guess by Lanczos where that is too costly."""
+    """Return the largest eigenvalue of a Hermitian matrix; a close guess by Lanczos where that is too costly."""
     size = len(matrix)
     if size <= _LANCZOS_STEPS:
         return float(torch.linalg.eigvalsh(matrix)[-1])
@@ -229,12 +229,12 @@ def _top_eigenvalue(matrix: Tensor) -> float:
 
 
 def _not_below(gram: Tensor, upper: float) -> Tensor:
-    """Which matrices of a batch have no factorisation that shows all their eigenvalues to be below ``upper``."""
+    """Return which matrices of a batch have no factorisation that shows all their eigenvalues to be below ``upper``."""
     return torch.linalg.cholesky_ex(_shifted(gram, upper)).info != 0
 
 
 def _rayleigh(gram: Tensor) -> Tensor:
-    """A rough largest eigenvalue of each matrix, by power iteration; only decides which matrix to look at."""
+    """Return a rough largest eigenvalue of each matrix, by power iteration; only decides which matrix to look at."""
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(gram.shape[-1], 1, dtype=torch.float64, generator=generator).to(gram.dtype)
     vectors = vectors.expand(len(gram), -1, -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,15 +13,16 @@ from torch import Tensor
 from trysquare.naming import shown
 from trysquare.nn.geometry import flag, per_axis
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Tensors whose last axes are those of a matrix, and those that must have numbers at all.
 _MATRICES = ("matrix", "rows", "basis", "kernel", "after", "before", "a", "b")
 _KERNELS = ("kernel", "after", "before")
 
 
-def with_checked_arguments(function: F) -> F:
-    """``function``, which answers arguments of the wrong kind by their name.
+def with_checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function``, which now refuses arguments of the wrong kind by their names.
 
     Raises:
         TypeError: if a tensor, an integer or a flag is something else.
@@ -32,7 +33,7 @@ def with_checked_arguments(function: F) -> F:
     kinds = {name: str(each.annotation) for name, each in signature.parameters.items()}
 
     @wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         given = signature.bind(*args, **kwargs).arguments
         tensors: dict[str, Tensor] = {}
         for name, value in given.items():
@@ -54,10 +55,10 @@ def with_checked_arguments(function: F) -> F:
             raise ValueError(f"dims={shown(dims)} must be at most {min(axes) - 2} for a kernel of {min(axes)} axes")
         return function(*args, **kwargs)
 
-    return checked  # type: ignore[return-value]
+    return checked
 
 
-def _check_tensor(name: str, value: Any) -> None:
+def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
     if value.is_nested or value.layout != torch.strided or value.is_quantized:

@@ -61,12 +61,12 @@ def free_response(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
 
 
 def _frequencies(sizes: Sizes) -> Sizes:
-    """How many ``rfftn`` keeps on each axis."""
+    """Return how many ``rfftn`` keeps on each axis."""
     return (*sizes[:-1], sizes[-1] // 2 + 1)
 
 
 def wide_sizes(kernel_size: Sizes, sizes: Sizes) -> Sizes:
-    """The sizes, but 1 along axes with a single tap: there all frequencies have the same block.
+    """Return the sizes, but 1 along axes with a single tap: there all frequencies have the same block.
 
     >>> from trysquare.nn.linalg.fourier import wide_sizes
     >>> wide_sizes((3, 1), (8, 9))
@@ -91,7 +91,7 @@ def _lot(kernel: Tensor, sizes: Sizes, dilation: Sizes) -> Tensor:
 
 
 def divisor_from(least: int, size: int) -> int:
-    """Smallest divisor of ``size`` that is at least ``least``, or ``size`` itself.
+    """Return the smallest divisor of ``size`` that is at least ``least``, or ``size`` itself.
 
     >>> from trysquare.nn.linalg.fourier import divisor_from
     >>> divisor_from(3, 33), divisor_from(3, 32), divisor_from(3, 31), divisor_from(3, 2)
@@ -101,7 +101,7 @@ def divisor_from(least: int, size: int) -> int:
 
 
 def eco_taps(kernel_size: Sizes, sizes: Sizes) -> Sizes:
-    """How many taps ECO has on each axis of a domain of these sizes."""
+    """Return how many taps ECO has on each axis of a domain of these sizes."""
     return tuple(divisor_from(k, size) for k, size in zip(kernel_size, sizes, strict=True))
 
 

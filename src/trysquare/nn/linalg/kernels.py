@@ -92,7 +92,7 @@ def _compose_blocks(after: Tensor, before: Tensor) -> Tensor:
 
 
 def compose_by_convolution(after: Tensor, before: Tensor) -> Tensor:
-    """One call of torch's transposed convolution, the input channels of ``before`` being its batch."""
+    """Return one call of torch's transposed convolution, the input channels of ``before`` being its batch."""
     blocks, n, c, *k = after.shape
     full = CONV_TRANSPOSE[len(k)](
         before.flatten(0, 1).transpose(0, 1), after.transpose(1, 2).reshape(blocks * c, n, *k), groups=blocks
@@ -101,7 +101,7 @@ def compose_by_convolution(after: Tensor, before: Tensor) -> Tensor:
 
 
 def compose_by_taps(after: Tensor, before: Tensor) -> Tensor:
-    """One product of all taps with all taps, then one shifted addition for each tap of the smaller kernel."""
+    """Multiply all taps with all taps at once, then add up shifted, once for each tap of the smaller kernel."""
     blocks, n, c, *k = after.shape
     m, *size = before.shape[2:]
     left = after.flatten(3).permute(0, 3, 1, 2).reshape(blocks, -1, c)
@@ -147,7 +147,7 @@ def adjoint(kernel: Tensor, groups: int = 1, *, dims: int | None = None) -> Tens
 
 
 def identity(channels: int, dims: int, like: Tensor) -> Tensor:
-    """The one-tap kernel ``(channels, channels, 1, ...)`` that changes nothing, of the dtype and device of ``like``."""
+    """Return the one-tap kernel ``(channels, channels, 1, ...)`` that changes nothing, in the dtype of ``like``."""
     return torch.eye(channels, dtype=like.dtype, device=like.device)[(..., *(None,) * dims)]
 
 

@@ -48,7 +48,7 @@ def matrix_exponential(matrix: Tensor) -> Tensor:
 
 
 def _squarings(third: Tensor, fourth: Tensor) -> Tensor:
-    """How often to halve each matrix with these powers: ``(..., 1, 1)``.
+    """Return how often to halve each matrix with these powers: ``(..., 1, 1)``.
 
     ``α = max(‖A³‖^(1/3), ‖A⁴‖^(1/4))`` can be far below ``‖A‖``, and ``‖Aᵏ‖ <= αᵏ`` for ``k >= 6``, since such a ``k``
     is a sum of threes and fours.

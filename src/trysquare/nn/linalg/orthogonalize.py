@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +34,8 @@ from trysquare.nn.linalg.inverse import inverse
 from trysquare.nn.linalg.matrix_exponential import matrix_exponential
 from trysquare.nn.linalg.orthonormal import orthonormal_rows, random_orthonormal, recondition
 from trysquare.nn.linalg.precision import (
+    Context,
+    Gradients,
     Operation,
     full_precision,
     host_can_look,
@@ -150,11 +151,11 @@ class _Polar(torch.autograd.Function):
         return basis, torch.matmul(matrix, basis.mH)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Context, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
         keep_outputs(ctx, output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_stretch: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor | None, grad_stretch: Tensor | None) -> Gradients:
         if grad is None and grad_stretch is None:
             return nothing_for(ctx)
         basis, stretch = ctx.saved_tensors
@@ -168,7 +169,7 @@ class _Polar(torch.autograd.Function):
             return _polar_derivative(basis, stretch, grad) + torch.matmul(grad_stretch, basis), None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: Any) -> tuple[Tensor, Tensor]:
+    def jvp(ctx: Context, tangent: Tensor, _: None) -> tuple[Tensor, Tensor]:
         basis, stretch = ctx.saved_tensors
         with full_precision(basis):
             moved = _polar_derivative(basis, stretch, tangent)
@@ -219,11 +220,11 @@ class _Lyapunov(torch.autograd.Function):
         return torch.matmul(vectors, torch.matmul(turned, vectors.mH)), symmetric.clone()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Context, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
         keep_outputs(ctx, output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_symmetric: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor | None, grad_symmetric: Tensor | None) -> Gradients:
         if grad is None:
             return grad_symmetric, None
         solution, symmetric = ctx.saved_tensors
@@ -232,7 +233,7 @@ class _Lyapunov(torch.autograd.Function):
         return other if grad_symmetric is None else other + grad_symmetric, right
 
     @staticmethod
-    def jvp(ctx: Any, moved: Tensor | None, moved_right: Tensor | None) -> tuple[Tensor, Tensor]:
+    def jvp(ctx: Context, moved: Tensor | None, moved_right: Tensor | None) -> tuple[Tensor, Tensor]:
         solution, symmetric = ctx.saved_tensors
         right = torch.zeros_like(solution) if moved_right is None else moved_right
         if moved is None:
@@ -316,14 +317,14 @@ def exponential(matrix: Tensor) -> Tensor:
 
 
 def exponential_of_all(matrix: Tensor) -> Tensor:
-    """The first ``n`` rows ``E exp(A)`` of the exponential of ``A = Eᵀ M - Mᴴ E``, for ``M`` of ``n`` rows."""
+    """Return the first ``n`` rows ``E exp(A)`` of the exponential of ``A = Eᵀ M - Mᴴ E``, for ``M`` of ``n`` rows."""
     n, m = matrix.shape[-2:]
     square = torch.cat([matrix, matrix.new_zeros(*matrix.shape[:-2], m - n, m)], dim=-2)
     return matrix_exponential(square - square.mH)[..., :n, :]
 
 
 def exponential_of_few(matrix: Tensor) -> Tensor:
-    """The same by an exponential of size ``2 n``.
+    """Return the same by an exponential of size ``2 n``.
 
     ``A = X Y`` for ``X = [Eᵀ, -Mᴴ]`` and ``Y = [M; E]``, so ``exp(A) = I + X f(Z) Y`` with ``Z = Y X`` and ``Z f(Z) =
     exp(Z) - I``. The lower half of ``Z`` is ``E X``, so ``E exp(A) = E + (lower half of exp(Z) - I) Y``. The scale

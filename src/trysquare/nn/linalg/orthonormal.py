@@ -11,12 +11,13 @@ do it with no branch.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trysquare.nn.linalg.precision import (
+    Context,
+    Gradients,
     Operation,
     full_precision,
     host_can_look,
@@ -87,7 +88,7 @@ def _smallest_length(dtype: torch.dtype) -> float:
 
 
 def _householder(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by reflections, for any rows: in float64 where that costs no more than a few times as much."""
+    """Return the same by reflections, for any rows: in float64 where that costs no more than a few times as much."""
     wide = rows.double() if host_can_look(rows) else rows
     tiny = torch.finfo(wide.dtype).tiny
     scale = torch.linalg.vector_norm(wide, math.inf, dim=-1, keepdim=True).clamp_min(tiny)
@@ -159,11 +160,11 @@ class _OrthonormalRows(torch.autograd.Function):
         return factor_rows(rows, householder)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Context, inputs: tuple[Tensor, bool], output: tuple[Tensor, Tensor]) -> None:
         keep_outputs(ctx, output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_factor: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor | None, grad_factor: Tensor | None) -> Gradients:
         if grad is None and grad_factor is None:
             return nothing_for(ctx)
         basis, factor = ctx.saved_tensors
@@ -171,7 +172,7 @@ class _OrthonormalRows(torch.autograd.Function):
             return rows_gradient(basis, factor, grad, grad_factor), None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: Any) -> tuple[Tensor, Tensor]:
+    def jvp(ctx: Context, tangent: Tensor, _: None) -> tuple[Tensor, Tensor]:
         basis, factor = ctx.saved_tensors
         with full_precision(basis):
             return rows_tangent(basis, factor, tangent)
@@ -208,7 +209,7 @@ def random_orthonormal(*shape: int) -> Tensor:
 
 
 def recondition(rows: Tensor, basis: Tensor) -> Tensor:
-    """Free rows worth training on: ``rows``, or where they are nearly dependent ``basis`` at their scale.
+    """Return free rows worth training on: ``rows``, or where they are nearly dependent ``basis`` at their scale.
 
     Rows are nearly dependent if one is within 1/30 of the span of those before it, or 30 times as
     long as another. No branch and no look at a value, so it may run on any device at any time.

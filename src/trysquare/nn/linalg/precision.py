@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,22 @@ from torch import Tensor
 from trysquare import torch_internals
 
 _NOTHING = nullcontext()
+
+
+class Context(Protocol):
+    """What torch hands to the methods of an autograd function. Subclasses say what a function keeps there besides."""
+
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+    def save_for_forward(self, *tensors: Tensor | None) -> None: ...
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+Gradients = tuple[Tensor | None, ...]
+"""What backward returns: a gradient for each input, ``None`` where there is none."""
 
 
 # -- products of float32 matrices in TF32 or bfloat16, which a user may have switched on
@@ -41,7 +57,7 @@ def is_reduced(device: str, operation: str = "matmul") -> bool:
 
 
 def _older_switch() -> str | None:
-    """The switch that there was before each backend had its own; ``None`` if these were thrown without it."""
+    """Return the switch from before each backend had its own; ``None`` if the new ones were thrown without it."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # torch refuses to say where older and newer ones disagree
@@ -92,33 +108,41 @@ _FULL_PRODUCTS = _FullProducts()
 
 def _user_reduces(tensor: Tensor) -> bool:
     """Whether products on the device of ``tensor`` have fewer digits unless they are protected."""
-    # While another thread is inside, the switches do not say what the user has chosen.
+    # While another thread is inside, the switches do not say what the user chose.
     return is_reduced(tensor.device.type) or (not torch.compiler.is_compiling() and _FULL_PRODUCTS.inside > 0)
 
 
 def protected(build: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """``build(*tensors)`` in full precision, and its derivatives too, whatever the user has switched on.
+    """Return ``build(*tensors)`` in full precision, derivatives too, whatever the user has switched on.
 
     The switches can be thrown around what autograd computes. In a compiled graph, in transforms of ``torch.func`` and
-    in forward mode they cannot, so that all is computed in float64 there, which they do not touch.
+    in forward mode they cannot, so everything is computed in float64 there, which they do not touch.
     """
     like = tensors[0]
     if like.dtype == torch.float64 or not (_user_reduces(like) or autocast_dtype(like) is not None):
         return build(*tensors)
     if only_first_derivatives():
         if torch.is_grad_enabled():
-            return _Protected.apply(lambda *inputs: (build(*inputs),), *tensors)[0]  # type: ignore[no-any-return]
+            return _Protected.apply(lambda *inputs: (build(*inputs),), *tensors)[0]
     elif _user_reduces(like) or not torch.compiler.is_compiling():
         return build(*(tensor.double() for tensor in tensors)).to(like.dtype)
     with full_precision(like):
         return build(*tensors)
 
 
+class _ProtectedContext(Context, Protocol):
+    build: Callable[..., tuple[Tensor, ...]]
+    copies: list[Tensor]
+    results: tuple[Tensor, ...]
+
+
 class _Protected(torch.autograd.Function):
     """A function with a graph of its own, which backward walks with the switches thrown."""
 
     @staticmethod
-    def forward(ctx: Any, build: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: _ProtectedContext, build: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         with full_precision(tensors[0]), torch.enable_grad():
             ctx.copies = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
             ctx.results = build(*ctx.copies)
@@ -127,7 +151,7 @@ class _Protected(torch.autograd.Function):
         return tuple(result.detach() for result in ctx.results)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _ProtectedContext, *grads: Tensor) -> Gradients:
         needed = ctx.needs_input_grad[1:]
         if is_differentiated():  # the gradient is a function like any other, to be protected in turn
             found = iter(_Protected.apply(_gradient_of(ctx.build, needed), *ctx.saved_tensors, *grads))
@@ -139,7 +163,7 @@ class _Protected(torch.autograd.Function):
 
 
 def _gradient_of(build: Callable[..., tuple[Tensor, ...]], needed: Sequence[bool]) -> Callable[..., tuple[Tensor, ...]]:
-    """The function from the inputs of ``build`` and the gradients of its results to those of the needed inputs."""
+    """Return the function from the inputs of ``build`` and gradients of its results to those of the needed inputs."""
 
     def gradient(*given: Tensor) -> tuple[Tensor, ...]:
         inputs, grads = given[: len(needed)], given[len(needed) :]
@@ -150,7 +174,7 @@ def _gradient_of(build: Callable[..., tuple[Tensor, ...]], needed: Sequence[bool
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """What autocast computes in on ``tensor``'s device; ``None`` where it is off."""
+    """Return the dtype that autocast computes in on the device of ``tensor``; ``None`` where it is off."""
     device = tensor.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -158,25 +182,25 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 
 
 def coarsest_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of fewest digits that products with ``tensor`` are computed in: its own, or that of autocast."""
+    """Return the dtype of fewest digits that products with ``tensor`` are computed in: its own, or that of autocast."""
     return max((tensor.dtype, autocast_dtype(tensor) or tensor.dtype), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def as_autocast(tensor: Tensor) -> Tensor:
-    """``tensor`` as autocast gives it to a product or convolution; it leaves float64 alone."""
+    """Return ``tensor`` as autocast gives it to a product or convolution; it leaves float64 alone."""
     dtype = autocast_dtype(tensor)
     return tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
 def each_as_autocast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """``as_autocast`` of each tensor there is."""
+    """Return each tensor that there is ``as_autocast``."""
     return [None if tensor is None else as_autocast(tensor) for tensor in tensors]
 
 
-def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Context in which neither autocast nor the switches for fast products touch the operations on ``tensor``'s device.
+def full_precision(tensor: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which neither autocast nor fast products touch operations on the device of ``tensor``.
 
-    In a compiled graph only autocast, which is a part of it; see ``protected``.
+    In a compiled graph it switches off autocast only, which is a part of the graph; see ``protected``.
     """
     device = tensor.device.type
     if torch.compiler.is_compiling():
@@ -223,12 +247,12 @@ def users_device() -> AbstractContextManager[object]:
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which kernels of a ``dtype`` layer are built."""
+    """Return the dtype in which the weights of a ``dtype`` layer are built."""
     return dtype if dtype == torch.float64 else torch.float32
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """The values behind ``vmap`` and other transforms of ``torch.func``; ``tensor`` itself in a compiled graph."""
+    """Return the values behind ``vmap`` and other transforms of ``torch.func``; in a compiled graph ``tensor``."""
     if not torch.compiler.is_compiling():
         while torch_internals.is_wrapped(tensor):
             tensor = torch_internals.unwrap(tensor)
@@ -248,19 +272,20 @@ def host_can_look(tensor: Tensor) -> bool:
 # -- derivatives of any order
 
 
-def apply_function(function: Any, *args: Any) -> Any:
-    """``function.apply(*args)``, all arguments given.
+def apply_function(function: type[torch.autograd.Function], *args: object) -> Any:
+    """Return ``function.apply(*args)``, all arguments given.
 
     Torch's own ``apply`` inspects the signature of ``forward`` at every call, to fill in defaults and for transforms of
     ``torch.func``: a tenth of the time that a small kernel takes to build. Without transforms its base class will do.
     """
     if torch.compiler.is_compiling() or torch_internals.transforms_are_active():
         return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)
+    base: Any = super(torch.autograd.Function, function)
+    return base.apply(*args)
 
 
-def nothing_for(ctx: Any) -> tuple[None, ...]:
-    """What backward returns if no output has a gradient: where who used them returned ``None``."""
+def nothing_for(ctx: Context) -> tuple[None, ...]:
+    """Return what backward returns if no output has a gradient, because those who used them returned ``None``."""
     return (None,) * len(ctx.needs_input_grad)
 
 
@@ -270,7 +295,7 @@ def is_differentiated() -> bool:
 
 
 def is_traced() -> bool:
-    """Whether what is computed now becomes a graph, for other values than those seen: by a compiler or ``make_fx``."""
+    """Whether a compiler or ``make_fx`` makes a graph, for other values, of what is computed now."""
     return torch.compiler.is_compiling() or torch_internals.graph_recorder() is not None
 
 
@@ -334,9 +359,15 @@ def compiler_is_for_training() -> bool:
     reason="orthogonal weights have second derivatives, which this backend would get wrong: they are left out of the "
     "graph, which fullgraph=True does not allow; use backend='inductor' or 'aot_eager'"
 )
-def outside_of_graphs(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """``function(*args)`` as without a compiler."""
+def outside_of_graphs(function: Callable[..., Tensor], *args: object) -> Tensor:
+    """Return ``function(*args)``, computed as without a compiler."""
     return function(*args)
+
+
+class _FirstContext(Context, Protocol):
+    inputs: tuple[object, ...]
+    versions: list[int]
+    others: tuple[None, ...]
 
 
 class Operation:
@@ -347,41 +378,58 @@ class Operation:
             saves all of that (``keep_outputs``), and has formulas for the gradient and for forward mode.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
         self.function = function
-        self.compiled: Any = _for_compilers(function)
+        self.compiled = _for_compilers(function)
 
-        def compute(ctx: Any, *inputs: Any) -> Tensor:
+        def compute(ctx: _FirstContext, *inputs: object) -> Tensor:
             output: tuple[Tensor, ...] = function.forward(*inputs)
             ctx.save_for_backward(*output)
             ctx.others = (None,) * (len(output) - 1)
             return output[0]
 
-        def gradient(ctx: Any, grad: Tensor) -> Any:
+        def gradient(ctx: _FirstContext, grad: Tensor) -> Gradients:
             return function.backward(ctx, grad, *ctx.others)
 
-        def again(*inputs: Any) -> Tensor:
-            return apply_function(function, *inputs)[0]  # type: ignore[no-any-return]
+        def again(*inputs: object) -> Tensor:
+            return apply_function(function, *inputs)[0]
 
         self.first = for_first_derivatives(function.__name__, compute, gradient, again)
 
-    def __call__(self, *args: Any) -> Tensor:
-        """The result for these arguments, all of them given, the first a tensor."""
+    def __call__(self, tensor: Tensor, *args: object) -> Tensor:
+        """Return the result for these arguments, all of them given."""
         if torch.compiler.is_compiling() and not compiler_is_for_training():
-            return outside_of_graphs(self, *args)  # type: ignore[no-any-return]
-        with full_precision(args[0]):
+            return outside_of_graphs(self, tensor, *args)
+        with full_precision(tensor):
             if torch.compiler.is_compiling():
-                return self.compiled.apply(*args)[0]  # type: ignore[no-any-return]
+                return self.compiled.apply(tensor, *args)[0]
             if only_first_derivatives():
-                return apply_function(self.first, *args)  # type: ignore[no-any-return]
+                return apply_function(self.first, tensor, *args)
             refuse_nested_forward_mode()
-            return self.function.apply(*args)[0]  # type: ignore[no-any-return]
+            return self.function.apply(tensor, *args)[0]
+
+
+class _Once(threading.local):
+    inside = False
+
+
+_ONCE = _Once()
+
+
+@contextmanager
+def differentiated_once() -> Iterator[None]:
+    """Context whose results have first derivatives only, in exchange for which they keep no inputs alive."""
+    before, _ONCE.inside = _ONCE.inside, True
+    try:
+        yield
+    finally:
+        _ONCE.inside = before
 
 
 def for_first_derivatives(
     name: str,
     compute: Callable[..., Tensor],
-    gradient: Callable[[Any, Tensor], Any],
+    gradient: Callable[..., Gradients],
     again: Callable[..., Tensor],
 ) -> type[torch.autograd.Function]:
     """Return an autograd function whose gradient is a formula on plain numbers.
@@ -395,16 +443,16 @@ def for_first_derivatives(
 
     class First(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Tensor:
+        def forward(ctx: _FirstContext, *inputs: object) -> Tensor:
             # The inputs are not saved for backward: they are free tensors, which live anyway, and training does not
             # need them. They are for `gradient_again`.
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and not _ONCE.inside:
                 ctx.inputs, ctx.versions = inputs, _versions(inputs)
             ctx.set_materialize_grads(False)
             return compute(ctx, *inputs)
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor | None) -> Any:
+        def backward(ctx: _FirstContext, grad: Tensor | None) -> Gradients:
             if grad is None:
                 return nothing_for(ctx)
             if is_differentiated():
@@ -416,13 +464,13 @@ def for_first_derivatives(
     return First
 
 
-def _versions(inputs: Any) -> list[int]:
-    """How often each tensor was written to; those made in inference mode do not count that."""
+def _versions(inputs: Sequence[object]) -> list[int]:
+    """Return how often each tensor was written to; those made in inference mode do not count that."""
     return [t._version for t in inputs if isinstance(t, Tensor) and not t.is_inference()]
 
 
-def gradient_again(ctx: Any, function: Callable[..., Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of all inputs that were kept, as differentiable functions of these and of ``grad``.
+def gradient_again(ctx: _FirstContext, function: Callable[..., Tensor], grad: Tensor) -> Gradients:
+    """Return the gradients of all inputs that were kept, as differentiable functions of these and of ``grad``.
 
     Args:
         ctx: of a function of first derivatives.
@@ -434,13 +482,14 @@ def gradient_again(ctx: Any, function: Callable[..., Tensor], grad: Tensor) -> t
             "a free tensor of an orthogonal weight was changed in place after the weight was built, so that second "
             "derivatives of it cannot be computed any more: take them before the optimizer steps"
         )
-    wanted = [t for t, needed in zip(ctx.inputs, ctx.needs_input_grad, strict=True) if needed]
+    pairs = zip(ctx.inputs, ctx.needs_input_grad, strict=True)
+    wanted = [tensor for tensor, needed in pairs if needed and isinstance(tensor, Tensor)]
     with torch.enable_grad(), full_precision(grad):
         found = iter(torch.autograd.grad(function(*ctx.inputs), wanted, grad, create_graph=True, allow_unused=True))
     return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
 
 
-def keep_outputs(ctx: Any, output: tuple[Tensor, ...]) -> None:
+def keep_outputs(ctx: Context, output: tuple[Tensor, ...]) -> None:
     """Save all outputs, for backward and for forward mode."""
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output)
@@ -448,19 +497,19 @@ def keep_outputs(ctx: Any, output: tuple[Tensor, ...]) -> None:
         ctx.save_for_forward(*output)
 
 
-def _for_compilers(function: Any) -> Any:
-    """A kind of a function that ``torch.compile`` traces, where second derivatives are refused."""
+def _for_compilers(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """Return a kind of the function that ``torch.compile`` traces, where second derivatives are refused."""
 
-    class Compiled(function):  # type: ignore[misc]
+    class Compiled(function):  # type: ignore[misc,valid-type]
         jvp = torch.autograd.Function.jvp  # functions with a rule of their own are refused
 
         @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        def setup_context(ctx: Context, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
             ctx.mark_non_differentiable(*output[1:])
             function.setup_context(ctx, inputs, output)
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor, *others: Any) -> Any:
+        def backward(ctx: Context, grad: Tensor, *others: Tensor | None) -> Gradients:
             return function.backward(ctx, grad, *(None for _ in others))
 
     return Compiled

@@ -7,7 +7,7 @@ additions. The two-tap kernel itself is never formed.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from trysquare.nn.linalg.orthonormal import factor_rows, orthonormal_rows, rows_gradient
 from trysquare.nn.linalg.precision import (
+    Context,
+    Gradients,
     apply_function,
     compiler_is_for_training,
     for_first_derivatives,
@@ -30,7 +32,12 @@ from trysquare.nn.linalg.precision import (
 MANY_CHANNELS = 256
 
 
-def _compute(ctx: Any, matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> Tensor:
+class _GrowContext(Context, Protocol):
+    shape: torch.Size
+    axes: tuple[int, ...]
+
+
+def _compute(ctx: _GrowContext, matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> Tensor:
     """``matrix ∘ [N₁, I - N₁] ∘ [N₂, I - N₂] …``, with what a gradient needs that is cheaper than torch's own.
 
     Kept for backward: frames and their factors, the coordinates of each kernel on the way in the next frame, and the
@@ -46,7 +53,7 @@ def _compute(ctx: Any, matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> T
     return _channels_first(kernel)
 
 
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _gradient(ctx: _GrowContext, grad: Tensor) -> Gradients:
     """Walk from the last projector to the first.
 
     A frame ``F`` whose projector met the kernel ``K`` has the gradient ``Dᵀ T + (T Fᵀ)ᵀ K``, where ``D = K Fᵀ`` are
@@ -57,7 +64,7 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     shape, axes = ctx.shape, ctx.axes
     steps = len(axes)
     coordinates: list[Tensor] = list(rest[:steps])
-    kernels: list[Tensor | None] = [_rows_of(matrix), *(rest[steps:] or [None] * (steps - 1))]
+    kernels = [_rows_of(matrix), *(rest[steps:] or (None,) * (steps - 1))]
     each = list(zip(*_frames(basis, shape), coordinates, kernels, axes, strict=True))
     done: list[Tensor] = []
     waiting: tuple[Tensor, Tensor] | None = None  # columns, and sums
@@ -98,7 +105,7 @@ def _channels_first(kernel: Tensor) -> Tensor:
 def _grown(
     matrix: Tensor, basis: Tensor, shape: torch.Size, axes: tuple[int, ...]
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """The kernel, channels last; the coordinates of each kernel on the way in its frame; and these kernels, flat."""
+    """Return the kernel, channels last, the coordinates of each kernel on the way in its frame, and these, flat."""
     kernel, flats, coordinates = matrix, [], []
     in_place = not is_traced()  # torch.func.linearize loses what is written into views (torch 2.13)
     for frame, turned, axis in zip(*_frames(basis, shape), axes, strict=True):
@@ -131,7 +138,7 @@ def _but_one_tap(kernel: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _frames(basis: Tensor, shape: torch.Size) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The frames ``(g, h, c)`` one by one, and their transposes."""
+    """Return the frames ``(g, h, c)`` one by one, and their transposes."""
     frames = basis.view(shape)
     return frames.unbind(), frames.mT.unbind()
 
@@ -162,10 +169,10 @@ def grow(matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> Tensor:
         ``(g, n, c, *k)``, where ``k`` is ``r`` plus the number of projectors on each axis.
     """
     if torch.compiler.is_compiling() and not compiler_is_for_training():
-        return outside_of_graphs(grow, matrix, rows, axes)  # type: ignore[no-any-return]
+        return outside_of_graphs(grow, matrix, rows, axes)
     if torch.compiler.is_compiling() or only_first_derivatives():
         with full_precision(matrix):
-            return apply_function(_grow, matrix, rows, axes)  # type: ignore[no-any-return]
+            return apply_function(_grow, matrix, rows, axes)
     return _grow_in_steps(matrix, rows, axes)
 
 

@@ -68,7 +68,7 @@ def _scaled_gram(logarithms: Tensor, second: Tensor, first: Tensor) -> Tensor:
 
 
 def _top(gram: Tensor) -> float:
-    """Largest eigenvalue."""
+    """Return the largest eigenvalue."""
     return float(torch.linalg.eigvalsh(gram)[-1]) if bool(gram.isfinite().all()) else math.inf
 
 
@@ -81,7 +81,7 @@ _PROMISING = 0.7
 
 
 def _downhill(gram: Callable[[Tensor], Tensor], start: Tensor, squarings: int) -> Tensor:
-    """Where ``tr(M^p)^(1/p)`` of a matrix that depends on ``start`` is small, ``p = 2^squarings``."""
+    """Return where ``tr(M^p)^(1/p)`` of a matrix that depends on ``start`` is small, ``p = 2^squarings``."""
     with torch.enable_grad():
         point = start.clone().requires_grad_()
         optimizer = torch.optim.LBFGS([point], max_iter=60, line_search_fn="strong_wolfe")
@@ -93,9 +93,9 @@ def _downhill(gram: Callable[[Tensor], Tensor], start: Tensor, squarings: int) -
                 size = power.diagonal().sum()
                 power, logarithm = (power / size) @ (power / size), 2 * (logarithm + size.log())
             value = (logarithm + power.diagonal().sum().log()) / 2**squarings
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()
             return value
 
-        optimizer.step(objective)  # type: ignore[arg-type]
+        optimizer.step(objective)
     found = point.detach()
     return found if bool(found.isfinite().all()) else start

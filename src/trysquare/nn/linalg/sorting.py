@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from trysquare.nn.linalg.precision import apply_function, nothing_for, only_first_derivatives
+from trysquare.nn.linalg.precision import Context, Gradients, apply_function, nothing_for, only_first_derivatives
 
 
 def _swapped(pairs: Tensor, swap: Tensor, dim: int) -> Tensor:
@@ -25,6 +25,10 @@ def _ordered(first: Tensor, second: Tensor, dim: int) -> Tensor:
     return torch.stack((torch.maximum(first, second), torch.minimum(first, second)), dim)
 
 
+class _MaxMinContext(Context, Protocol):
+    dim: int
+
+
 class _MaxMin(torch.autograd.Function):
     """Sorted pairs, and which of them were swapped.
 
@@ -39,7 +43,7 @@ class _MaxMin(torch.autograd.Function):
         return _ordered(first, second, dim), second > first  # a byte a pair is all that is kept
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: _MaxMinContext, inputs: tuple[Tensor, int], output: tuple[Tensor, Tensor]) -> None:
         ctx.dim = inputs[1]
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
@@ -47,16 +51,16 @@ class _MaxMin(torch.autograd.Function):
         ctx.save_for_forward(output[1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _MaxMinContext, grad: Tensor | None, *_: object) -> Gradients:
         return nothing_for(ctx) if grad is None else (_swapped(grad, ctx.saved_tensors[0], ctx.dim), None)
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: Any) -> tuple[Tensor, None]:
+    def jvp(ctx: _MaxMinContext, tangent: Tensor, _: None) -> tuple[Tensor, None]:
         return _swapped(tangent, ctx.saved_tensors[0], ctx.dim), None
 
 
 def max_min(pairs: Tensor, dim: int) -> Tensor:
-    """The larger of each pair first, along axis ``dim`` of size 2. The Jacobian is a permutation, at ties too.
+    """Return the larger of each pair first, along axis ``dim`` of size 2. The Jacobian is a permutation, at ties too.
 
     >>> from trysquare.nn.linalg.sorting import max_min
     >>> max_min(torch.tensor([[1.0, 2.0], [4.0, 3.0]]), -1)

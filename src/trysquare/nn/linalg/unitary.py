@@ -55,7 +55,7 @@ def rotate(matrix: Tensor, left: Tensor, right: Tensor, step: float) -> Tensor:
 
 
 def polish(matrix: Tensor) -> Tensor:
-    """One Newton-Schulz step: squares the distance of ``(..., n, m)``, ``n <= m``, from orthonormal rows."""
+    """Take a Newton-Schulz step, which squares the distance of ``(..., n, m)``, ``n <= m``, from orthonormal rows."""
     return 1.5 * matrix - 0.5 * torch.matmul(torch.matmul(matrix, matrix.mH), matrix)
 
 
@@ -69,6 +69,6 @@ def corrected(matrix: Tensor) -> Tensor:
 
 
 def distance_from_unitary(matrix: Tensor) -> float:
-    """Largest entry of ``U* U - I`` over the batch."""
+    """Return the largest entry of ``U* U - I`` over the batch."""
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     return float((torch.matmul(matrix.mH, matrix) - eye).abs().max())

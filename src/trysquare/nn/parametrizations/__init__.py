@@ -1,28 +1,29 @@
-"""Free tensors to weights, one method a file.
+"""Free tensors to weights, one method per file.
 
-A method is a class called as ``Method(geometry, orthogonalizer, dtype=..., device=..., **options)``
-that implements ``Parametrization``. Adding one is one new file and one line of ``METHODS``.
+A method is a subclass of ``KernelMethod``, and is called as ``Method(geometry, orthogonalizer, dtype=..., device=...,
+**options)``. A new one is one new file and one line of ``METHODS``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Unpack
 
 from trysquare.naming import require_known
 from trysquare.nn.geometry import ConvGeometry
 from trysquare.nn.linalg.fourier import RESPONSES
 from trysquare.nn.parametrizations.aoc import AOC
 from trysquare.nn.parametrizations.aol import AOL
-from trysquare.nn.parametrizations.base import Parametrization
+from trysquare.nn.parametrizations.base import Factory, Parametrization
 from trysquare.nn.parametrizations.bcop import BCOP
 from trysquare.nn.parametrizations.bro import BRO
+from trysquare.nn.parametrizations.method import KernelMethod
 from trysquare.nn.parametrizations.orthonormal import OrthonormalMatrix
 from trysquare.nn.parametrizations.rko import RKO
 from trysquare.nn.parametrizations.sc_fac import SCFac
 from trysquare.nn.parametrizations.soc import SOC
 
-METHODS: dict[str, type[Parametrization]] = {
+METHODS: dict[str, type[KernelMethod]] = {
     "aoc": AOC,
     "bcop": BCOP,
     "rko": RKO,
@@ -37,8 +38,8 @@ METHODS: dict[str, type[Parametrization]] = {
 BLOCK_METHODS = tuple(name for name, method in METHODS.items() if method.orthogonal and method.keeps_kernel_size)
 
 
-def find_method(name: str, options: Collection[str] = ()) -> type[Parametrization]:
-    """The class of a method, if it has these options.
+def find_method(name: str, options: Collection[str] = ()) -> type[KernelMethod]:
+    """Return the class of a method, if it has these options.
 
     Raises:
         ValueError: if there is no method of that name.
@@ -61,8 +62,10 @@ def find_method(name: str, options: Collection[str] = ()) -> type[Parametrizatio
     return METHODS[name]
 
 
-def orthogonal_kernel(name: str, geometry: ConvGeometry, orthogonalizer: str, **factory: Any) -> Parametrization:
-    """An orthogonal kernel of just this geometry, for blocks that are made of several.
+def orthogonal_kernel(
+    name: str, geometry: ConvGeometry, orthogonalizer: str, **factory: Unpack[Factory]
+) -> KernelMethod:
+    """Return an orthogonal kernel of just this geometry, for blocks that are made of several.
 
     Raises:
         ValueError: if the method is not one of ``BLOCK_METHODS``.
@@ -73,7 +76,7 @@ def orthogonal_kernel(name: str, geometry: ConvGeometry, orthogonalizer: str, **
             f"method={name!r} cannot be a part of a block, which needs orthogonal kernels of exactly the size that it "
             f"asks for; use one of {', '.join(BLOCK_METHODS)}"
         )
-    return METHODS[name](geometry, orthogonalizer, **factory)  # type: ignore[call-arg,arg-type]
+    return METHODS[name](geometry, orthogonalizer, **factory)
 
 
 __all__ = [
@@ -85,6 +88,7 @@ __all__ = [
     "METHODS",
     "RKO",
     "SOC",
+    "KernelMethod",
     "OrthonormalMatrix",
     "Parametrization",
     "SCFac",

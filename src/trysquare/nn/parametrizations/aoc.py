@@ -8,10 +8,16 @@ missing tap reach the same kernels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trysquare.naming import shown
+from trysquare.nn.geometry import ConvGeometry
 from trysquare.nn.linalg.projectors import peel
 from trysquare.nn.parametrizations.assignment import search_free_tensors
 from trysquare.nn.parametrizations.composed import Composed
@@ -27,7 +33,31 @@ class AOC(Composed):
     Free tensors: ``matrix`` of shape ``geometry.matrix_shape`` and ``frames`` of shape
     ``geometry.frames_shape``, all groups in one batch. How the kernel is built of them is what ``Composed`` does if
     nothing else is said; here is how they are found for a given kernel.
+
+    Args:
+        geometry: numbers of the layer.
+        orthogonalizer_name: how the matrix is made orthonormal.
+        axis_order: in which order projectors grow the axes, next to the matrix first: all axes, each once. Projectors
+            do not commute, so that kernels of another order are others, of equal number; orthogonium has the last axis
+            first in layers without stride that change channels.
+        factory: device and dtype.
     """
+
+    options: ClassVar[tuple[str, ...]] = ("axis_order",)
+
+    def __init__(
+        self,
+        geometry: ConvGeometry,
+        orthogonalizer_name: str,
+        axis_order: Sequence[int] | None = None,
+        **factory: Any,
+    ) -> None:
+        if axis_order is not None:
+            order, axes = axis_order, range(geometry.dims)
+            if not isinstance(order, Sequence) or any(type(a) is not int for a in order) or sorted(order) != [*axes]:
+                raise ValueError(f"axis_order={shown(order)} must be the axes {tuple(axes)} in some order")
+            geometry = replace(geometry, axis_order=tuple(order))
+        super().__init__(geometry, orthogonalizer_name, **factory)
 
     @property
     def solves(self) -> bool:
@@ -56,7 +86,7 @@ class AOC(Composed):
         return free if frames is None else [*free, frames]
 
     def guess(self, weight: Tensor) -> list[Tensor]:
-        """Where channels were cut off: frames that explain the Gram matrix of the taps, then the best matrix for them.
+        """Return frames that explain the Gram matrix of the taps, with the best matrix, if channels were cut off.
 
         The taps are ``K = A B`` with the orthonormal matrix ``A`` and a ``B`` that only the frames know, so
         ``KᵀK = BᵀB``: a search among the frames of one group, which misses far less often than one among all free
@@ -83,7 +113,7 @@ class AOC(Composed):
         return [torch.cat(found, 1)]
 
     def _taps_without_matrix(self, *frames: Tensor) -> Tensor:
-        """The taps ``(g, columns, taps * in)`` that the matrix is multiplied with, from the right."""
+        """Return the taps ``(g, columns, taps * in)`` that the matrix is multiplied with, from the right."""
         groups = frames[0].shape[1] if frames else self.geometry.groups
         every = torch.eye(self.geometry.matrix_shape[-1], dtype=torch.float64).expand(groups, -1, -1)
         return self._as_matrix(self.composed(self._split_taps(every), *frames))
@@ -93,5 +123,5 @@ class AOC(Composed):
         return kernel.narrow(2, 0, self.geometry.group_in).movedim(2, -1).flatten(2)
 
     def solve_matrix(self, matrix: Tensor) -> list[Tensor]:
-        """Free tensors that give the orthonormal matrix."""
+        """Return free tensors that give the orthonormal matrix."""
         return [self._orthogonalizer.free(matrix)]

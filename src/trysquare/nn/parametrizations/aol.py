@@ -21,7 +21,7 @@ Groups are independent blocks, and a transposed layer has the transposed matrix.
 from __future__ import annotations
 
 from math import gcd, prod
-from typing import Any, ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,8 @@ from trysquare.nn.linalg.kernels import CONV, adjoint, compose
 from trysquare.nn.linalg.orthonormal import random_orthonormal
 from trysquare.nn.linalg.precision import is_reduced
 from trysquare.nn.linalg.rescaling import positive, scaled_to_one
-from trysquare.nn.parametrizations.base import Parametrization
+from trysquare.nn.parametrizations.base import Factory
+from trysquare.nn.parametrizations.method import KernelMethod
 from trysquare.nn.parametrizations.projection import refuse_kernel
 
 # Noise of a fresh kernel relative to its orthonormal taps: breaks the ties at which |x| has no gradient.
@@ -57,7 +58,7 @@ def _correlation(moving: Tensor, kernel: Tensor, step: tuple[int, ...]) -> Tenso
     return correlated.flatten(2).unflatten(1, (groups, b))
 
 
-class AOL(Parametrization):
+class AOL(KernelMethod):
     """1-Lipschitz kernel ``(out, in / groups, *k)`` from a free kernel of the same shape.
 
     Free tensors: the kernel ``(g, n, m, *k)`` and, with ``q``, bounded logarithms ``(g, channels)`` of the weights.
@@ -77,17 +78,21 @@ class AOL(Parametrization):
     options: ClassVar[tuple[str, ...]] = ("steps", "q")
 
     def __init__(
-        self, geometry: ConvGeometry, orthogonalizer_name: str, steps: int = 1, q: bool = True, **factory: Any
+        self,
+        geometry: ConvGeometry,
+        orthogonalizer_name: str,
+        steps: int = 1,
+        q: bool = True,
+        **factory: Unpack[Factory],
     ) -> None:
-        super().__init__(**factory)
-        self.geometry, self.orthogonalizer = geometry, orthogonalizer_name
+        super().__init__(geometry, orthogonalizer_name, **factory)
         self.steps, self.q = positive_integer("steps", steps), flag("q", q)
         self._period = tuple(s // gcd(s, d) for s, d in zip(geometry.stride, geometry.dilation, strict=True))
 
     @property
-    def is_orthogonal(self) -> bool:
-        """Never by construction."""
-        return False
+    def alike(self) -> None:
+        """Nothing: kernels are rescaled one by one."""
+        return None
 
     @property
     def scales_outputs(self) -> bool:
@@ -101,11 +106,6 @@ class AOL(Parametrization):
         n, m = geometry.group_out, geometry.group_in
         kernel = (geometry.groups, n, m, *geometry.kernel_size)
         return (kernel, (geometry.groups, n if self.scales_outputs else m)) if self.q else (kernel,)
-
-    @property
-    def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the kernel."""
-        return self.geometry.weight_shape
 
     def draw(self) -> list[Tensor]:
         """Orthonormal in as many middle taps as no two windows share, and a little noise; ``q = 1``."""
@@ -162,12 +162,11 @@ class AOL(Parametrization):
         refuse_kernel(weight, self.geometry, contraction=True)
 
     def solve(self, weight: Tensor) -> list[Tensor]:
-        """The kernel itself: right up to the scale of its channels, from which a search starts."""
+        """Return the kernel itself: right up to the scale of its channels, from which a search starts."""
         kernel = weight.unflatten(0, (self.geometry.groups, -1))
         return [kernel, *(torch.zeros(shape, dtype=weight.dtype) for shape in self.free_shapes[1:])]
 
     def extra_repr(self) -> str:
-        """Numbers of the construction."""
         side = "output" if self.scales_outputs else "input"
         return f"1-Lipschitz, {side} channels rescaled {self.steps} times, q={self.q}"
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from trysquare.nn.parametrizations.projection import finite_weight
 from trysquare.progress import track
+
+if TYPE_CHECKING:  # which imports this module
+    from trysquare.nn.parametrizations.base import Parametrization
 
 # Largest entry, in units of the dtype's rounding, by which an assigned weight and the one built for it may differ.
 _ASSIGNMENT_ROUNDINGS = {torch.float64: 1e8, torch.float32: 50.0}
@@ -25,7 +28,7 @@ _ROUNDS = 60
 _STEPS_A_ROUND = 40
 
 
-def free_tensors_for(weight: Tensor, parametrization: Any, present: Sequence[Tensor]) -> Sequence[Tensor]:
+def free_tensors_for(weight: Tensor, parametrization: Parametrization, present: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the ``present`` free tensors of a parametrization if they give ``weight``, otherwise others that do.
 
     Raises:
@@ -51,7 +54,7 @@ def free_tensors_for(weight: Tensor, parametrization: Any, present: Sequence[Ten
     return [tensor.to(like.device, like.dtype) for tensor, like in zip(free, present, strict=True)]
 
 
-def _starts(parametrization: Any, weight: Tensor, first: list[Tensor]) -> Iterator[list[Tensor]]:
+def _starts(parametrization: Parametrization, weight: Tensor, first: list[Tensor]) -> Iterator[list[Tensor]]:
     began = time.monotonic()
     yield first
     if parametrization.solves:

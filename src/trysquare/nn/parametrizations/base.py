@@ -7,16 +7,12 @@ how its free tensors stay well conditioned, and the layer that has such a weight
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
-from ctypes import c_char
-from functools import cache
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from itertools import count
 from math import prod
 from operator import itemgetter
-from typing import Any, ClassVar, Protocol, Self, TypedDict, cast
-from weakref import WeakKeyDictionary, WeakValueDictionary, ref
-from zlib import crc32
+from typing import Any, Protocol, Self, TypedDict, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +21,26 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trysquare import torch_internals
-from trysquare.nn.geometry import Sizes, positive
+from trysquare.nn.geometry import positive
 from trysquare.nn.linalg.operator import checked_weight
 from trysquare.nn.linalg.precision import (
     as_autocast,
     at_least_float32,
     full_precision,
-    host_can_look,
     protected,
 )
 from trysquare.nn.parametrizations.assignment import free_tensors_for
 from trysquare.nn.parametrizations.projection import nearest_free_tensors
+from trysquare.nn.parametrizations.writes import WriteGuard
+
+Slots = Mapping[str, nn.Parameter | None]
+"""Where a module holds its parameters: ``module._parameters``."""
+
+
+def parameters_of(slots: Slots, names: Iterable[str]) -> list[nn.Parameter]:
+    """Return the parameters of these names."""
+    return [parameter for name in names if (parameter := slots[name]) is not None]
+
 
 # -- caching: in eval mode a built weight is kept until something that it depends on changes
 
@@ -54,12 +59,12 @@ class WeightCache:
     def clear(self) -> None:
         """Forget the weight."""
         self.weight: Tensor | None = None
-        self._key: Any = None
+        self._key: Hashable = None
         self._version = self._step = 0
         self._held: list[Tensor] = []
-        self._slots: list[tuple[dict[str, Any], str, Tensor, int, int]] = []
+        self._slots: list[tuple[Slots, str, Tensor, int, int]] = []
 
-    def get(self, build: Callable[[], Tensor], slots: dict[str, Any], names: Iterable[str], key: Any = None) -> Tensor:
+    def get(self, build: Callable[[], Tensor], slots: Slots, names: Iterable[str], key: Hashable = None) -> Tensor:
         """Return the weight for ``key``; if out of date, build it from the tensors of these names in ``slots``."""
         if not self.fresh(key):
             # Not an inference tensor even in inference mode: the next pass may want gradients of its input.
@@ -68,14 +73,16 @@ class WeightCache:
         assert self.weight is not None
         return self.weight
 
-    def store(self, weight: Tensor, slots: dict[str, Any], names: Iterable[str], key: Any = None) -> None:
+    def store(self, weight: Tensor, slots: Slots, names: Iterable[str], key: Hashable = None) -> None:
         """Keep a weight that was built from the tensors of these names in ``slots``."""
         self.weight, self._version, self._step, self._key = weight, weight._version, _step, key
-        sources = [(name, slots[name]) for name in names]
-        self._slots = [(slots, name, source, source._version, source.data_ptr()) for name, source in sources]
-        self._held = [source.detach() for _, source in sources]
+        names = tuple(names)
+        sources = parameters_of(slots, names)
+        pairs = zip(names, sources, strict=True)
+        self._slots = [(slots, name, source, source._version, source.data_ptr()) for name, source in pairs]
+        self._held = [source.detach() for source in sources]
 
-    def fresh(self, key: Any = None) -> bool:
+    def fresh(self, key: Hashable = None) -> bool:
         """Whether there is a weight for ``key``, not written to, and what it was built from is as it was."""
         if self.weight is None or self.weight._version != self._version or key != self._key:
             return False
@@ -89,7 +96,7 @@ class WeightCache:
             for slots, name, source, version, address in self._slots
         )
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[WeightCache], tuple[()]]:
         return WeightCache, ()
 
 
@@ -97,7 +104,7 @@ class OpenBlock(Protocol):
     """What hands out weights between the entry and the exit of ``with ts.built(model)``; see ``nn.building``."""
 
     def weight(
-        self, build: Callable[[], Tensor], cache: WeightCache, slots: dict[str, Any], names: Sequence[str], key: Any
+        self, build: Callable[[], Tensor], cache: WeightCache, slots: Slots, names: Sequence[str], key: Hashable
     ) -> Tensor:
         """Return ``build()``, built once in the block."""
 
@@ -117,9 +124,9 @@ class Caching(nn.Module):
         self,
         build: Callable[[], Tensor],
         free: Iterable[Tensor],
-        slots: dict[str, Any],
+        slots: Slots,
         names: Iterable[str],
-        key: Any = None,
+        key: Hashable = None,
         cache: WeightCache | None = None,
     ) -> Tensor:
         """Return ``build()``, from the open block or the cache if the free tensors are the parameters in ``slots``.
@@ -134,8 +141,8 @@ class Caching(nn.Module):
                 return build()
             wanted = wanted or tensor.requires_grad
         kept = self.cache if cache is None else cache
-        if self.block is not None:
-            return self.block.weight(build, kept, slots, names, key)
+        if (block := self.block) is not None:  # another thread may close it
+            return block.weight(build, kept, slots, names, key)
         if wanted and (self.training or torch.is_grad_enabled()):
             return build()
         return kept.get(build, slots, names, key)
@@ -146,11 +153,11 @@ class Caching(nn.Module):
             self.forget()
         return super().train(mode)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.forget()
         return super()._apply(fn, recurse)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, *args: object) -> None:
         self.forget()  # sharded tensors are not those that the weight was built from
         super()._load_from_state_dict(*args)
 
@@ -158,80 +165,8 @@ class Caching(nn.Module):
         """Clear the cache."""
         self.cache.clear()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"block": None}  # a copy, or a pickled one, is not in the block
-
-
-@cache
-def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # it serves later passes too
-        return torch.empty(0, dtype=dtype, device=device)
-
-
-# Weights that somebody may hold on to while others are built: those of forward passes, and those that were asked for.
-_BUILT, _READ = 4, 64
-
-
-class WriteGuard:
-    """Notices writes into a weight that was returned, which have no effect because the next one is built anew.
-
-    Torch counts writes to a tensor and its views; a tensor without memory shares the counter, and keeps nothing alive.
-    It does not count writes through ``.data`` or NumPy, nor in inference mode. So the weight that was asked for last
-    is kept, with a checksum, until the next use, if that is on the CPU: ``layer.weight.data.normal_()`` is noticed,
-    and only such writes to one that was asked for earlier are not.
-    """
-
-    _last: tuple[Tensor, tuple[Any, ...]] | None
-    _newest: Callable[[], Tensor | None]
-
-    def __init__(self, written: bool = False) -> None:
-        self.forget()
-        self._written = written
-        self.inside = False  # of a forward pass, which asks for a weight and writes nothing into it
-
-    def watch(self, weight: Tensor) -> None:
-        """Notice writes to ``weight`` from now on."""
-        if type(weight) is not Tensor or torch_internals.transforms_are_active() or torch_internals.graph_recorder():
-            return
-        is_known = self._newest() is weight
-        if not weight.is_inference() and not is_known:
-            self._newest = ref(weight)
-            counter = torch_internals.make_subclass(Tensor, weight)
-            counter.data = _empty(weight.dtype, weight.device)
-            (self._built if self.inside else self._read).append((counter, weight._version))
-        if not self.inside and host_can_look(weight):
-            self._last = weight, _fingerprint(weight)
-
-    def forget(self) -> None:
-        """Forget the weights that were returned so far."""
-        self._written = False
-        self._newest = _nothing
-        self._built: deque[tuple[Tensor, int]] = deque(maxlen=_BUILT)
-        self._read: deque[tuple[Tensor, int]] = deque(maxlen=_READ)
-        self._last = None
-
-    def found(self) -> bool:
-        """Whether somebody has written into a weight since the last call of ``forget``."""
-        if self._last is not None:
-            (weight, seen), self._last = self._last, None
-            self._written = self._written or _fingerprint(weight) != seen
-        for counters in (self._built, self._read):
-            self._written = self._written or any(counter._version != seen for counter, seen in counters)
-        return self._written
-
-    def __reduce__(self) -> Any:
-        return WriteGuard, (self.found(),)  # a copy is built from the same free tensors, and must not lose the message
-
-
-def _nothing() -> None:
-    return None
-
-
-def _fingerprint(weight: Tensor) -> tuple[Any, ...]:
-    # Read without an operation that whoever counts those would see. Built weights lie in one piece.
-    size = weight.numel() * weight.element_size()
-    numbers = (c_char * size).from_address(weight.data_ptr()) if size and weight.is_contiguous() else b""
-    return weight.shape, weight.dtype, weight.device, crc32(numbers)
 
 
 # -- the function
@@ -257,18 +192,6 @@ class Parametrization(Caching, ABC):
     """
 
     like: Tensor
-    # Whether the weight of a layer is orthogonal in every geometry, so that geometries without an orthogonal kernel are
-    # refused. Methods that are only 1-Lipschitz take every geometry.
-    orthogonal: ClassVar[bool] = True
-    # Whether it is so exactly. Without a stride the only exactly orthogonal kernels of one channel are signed shifts,
-    # which leave nothing to learn; a method with a stated error has more.
-    exact: ClassVar[bool] = True
-    # Whether the weight has the size that is asked for, whatever the options.
-    keeps_kernel_size: ClassVar[bool] = True
-    # Whether a free matrix is made orthonormal on the way, by an orthogonalizer that can be chosen.
-    uses_orthogonalizer: ClassVar[bool] = True
-    # Keyword arguments that the method has besides those of every method.
-    options: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -276,18 +199,13 @@ class Parametrization(Caching, ABC):
         self.note = ""  # what the layer's ``repr`` says besides the method and its options
         # The free tensors, as parameters of the module that it is attached to.
         self.slots: dict[str, nn.Parameter] = {}
-        self.writes = WriteGuard()
         self._enlist()
-
-    @classmethod
-    def full_kernel_size(cls, kernel_size: Sizes, stride: Sizes, dilation: Sizes, **options: Any) -> Sizes:
-        """Return the size of the weight that ``kernel_size`` asks for."""
-        return kernel_size
+        self.writes = WriteGuard()
 
     @property
     def is_orthogonal(self) -> bool:
         """Whether this weight is orthogonal, up to ``truncation_error`` and rounding."""
-        return self.orthogonal
+        return False
 
     @property
     def truncation_error(self) -> float:
@@ -400,7 +318,7 @@ class Parametrization(Caching, ABC):
         That is the only one who gives free tensors in less than float32.
         """
         given = free[0].dtype
-        return self.like.dtype if given == at_least_float32(given) else given
+        return self.like.dtype if given.itemsize >= 4 else given
 
     # -- caching
 
@@ -427,7 +345,7 @@ class Parametrization(Caching, ABC):
                 if id(tensor) in trained and tensor.requires_grad:
                     tensor.copy_(spread_like(better, tensor))
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._enlist()  # a deep copy, or a pickled one
 
@@ -584,11 +502,11 @@ class ParametrizedWeight(nn.Module):
     ``torch.nn.utils.parametrize``.
     """
 
-    bias: Any
-    weight: Any
-    _cache: Any
-    _writes: Any
-    parametrizations: Any
+    bias: Any  # torch's own layers, which come after this class, declare it in different ways
+    weight: Tensor
+    parametrizations: nn.ModuleDict
+    _cache: WeightCache
+    _writes: WriteGuard
 
     def _parametrize_weight(self, parametrization: Parametrization) -> None:
         parametrization.attach(self, "weight")
@@ -605,6 +523,7 @@ class ParametrizedWeight(nn.Module):
         if torch.compiler.is_compiling():
             return self.weight
         if not torch.is_grad_enabled() and not self._writes.found() and self._cache.fresh() and self._is_as_made():
+            assert self._cache.weight is not None
             return self._cache.weight
         self._writes.inside = True
         try:
@@ -614,9 +533,9 @@ class ParametrizedWeight(nn.Module):
 
     def _is_as_made(self) -> bool:
         """Whether the weight is ours: nobody has taken our parametrization off, or added another one after it."""
-        held: Any = self._modules.get("parametrizations")
-        chain = held and held._modules.get("weight")
-        if not chain or len(chain._modules) != 1:
+        held = self._modules.get("parametrizations")
+        chain = None if held is None else held._modules.get("weight")
+        if chain is None or len(chain._modules) != 1:
             return False
         return getattr(chain._modules["0"], "cache", None) is self._cache
 
@@ -636,27 +555,36 @@ class ParametrizedWeight(nn.Module):
     @property
     def parametrization(self) -> Parametrization:
         """The function that makes the weight."""
-        first = self.parametrizations["weight"][0]
+        first = self._parametrizations_of_weight[0]
         assert isinstance(first, Parametrization)
         return first
 
     @property
+    def _parametrizations_of_weight(self) -> parametrize.ParametrizationList:
+        found = self.parametrizations["weight"]
+        assert isinstance(found, parametrize.ParametrizationList)
+        return found
+
+    @property
     def free_tensors(self) -> list[Tensor]:
         """The tensors that an optimizer trains instead of the weight."""
-        return [tensor for name, tensor in self.parametrizations["weight"].named_parameters(recurse=False)]
+        return list(self._parametrizations_of_weight.parameters(recurse=False))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As in torch, but refuse plans of tensor parallelism, which take free tensors for parts of the weight.
+        """Register a parameter as torch does, or assign it as any tensor where the weight is parametrized.
 
         Raises:
-            NotImplementedError: if one comes along.
+            NotImplementedError: for a plan of tensor parallelism, which takes free tensors for parts of the weight.
         """
         if name.startswith("parametrizations."):
             raise NotImplementedError(
                 f"{self._get_name()} cannot be split by a plan of tensor parallelism: every row of its weight depends "
                 "on all of its free tensors; use fully_shard, or ts.built(model, group), which share its construction"
             )
-        super().register_parameter(name, param)
+        if param is not None and parametrize.is_parametrized(self, name):
+            setattr(self, name, param.detach())
+        else:
+            super().register_parameter(name, param)
 
     def project_(self, weight: Tensor, starts: int = 1, steps: int = 100) -> float:
         """Set the weight to the nearest one that the layer can have, in the Frobenius norm.
@@ -684,12 +612,6 @@ class ParametrizedWeight(nn.Module):
         """
         return self.parametrization.project_(weight, positive("starts", starts), positive("steps", steps))
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Assign a parameter to a parametrized weight as any tensor; torch would register a second one."""
-        if isinstance(value, nn.Parameter) and parametrize.is_parametrized(self, name):
-            value = value.detach()
-        super().__setattr__(name, value)
-
     def reset_parameters(self) -> None:
         """Draw new free tensors and a new bias (uniform, as torch does)."""
         made = parametrize.is_parametrized(self, "weight")
@@ -710,14 +632,14 @@ class ParametrizedWeight(nn.Module):
         return super()._apply(keeping_precision(fn, self.free_tensors), recurse)
 
     def as_torch(self) -> nn.Module:
-        """The same function in plain ``torch.nn`` layers, with the present weight."""
+        """Return the same function in plain ``torch.nn`` layers, with the present weight."""
         raise NotImplementedError
 
     def _get_name(self) -> str:
         return next(c for c in type(self).__mro__ if not c.__name__.startswith("Parametrized")).__name__
 
     def __repr__(self) -> str:
-        """One line: geometry and method."""
+        """Return geometry and method in one line."""
         return f"{self._get_name()}({self.extra_repr()})"
 
 

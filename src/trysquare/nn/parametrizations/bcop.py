@@ -59,7 +59,7 @@ class BCOP(Composed):
         return multiply(self.grown(kernel, frames, self.geometry.frame_axes), self._orthogonalizer.apply(square))
 
     def reconditioned_inner(self, *free: Tensor) -> list[Tensor]:
-        """The same inner kernel from well conditioned tensors."""
+        """Return the same inner kernel from well conditioned tensors."""
         square, *frames = free
         return [self._orthogonalizer.reconditioned(square), *super().reconditioned_inner(*frames)]
 

@@ -10,7 +10,7 @@ two reflections, one for each factor. (Matrices of determinant -1 are out of rea
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from trysquare.nn.geometry import ConvGeometry
 from trysquare.nn.linalg.orthonormal import orthonormal_rows, random_orthonormal, recondition
 from trysquare.nn.parametrizations.aoc import AOC
+from trysquare.nn.parametrizations.base import Factory
 
 
 def reflect(matrix: Tensor, rows: Tensor) -> Tensor:
@@ -36,14 +37,14 @@ class BRO(AOC):
     uses_orthogonalizer: ClassVar[bool] = False
 
     def __init__(
-        self, geometry: ConvGeometry, orthogonalizer_name: str, rank: int | None = None, **factory: Any
+        self, geometry: ConvGeometry, orthogonalizer_name: str, rank: int | None = None, **factory: Unpack[Factory]
     ) -> None:
         self._size = max(geometry.matrix_shape[1:])
         self.rank = self._size // 2 if rank is None else rank
         if self._size == 1:
             raise ValueError(
                 "nothing to learn: the only block reflectors of one channel are 1 and -1; use method='aoc' or at least "
-                "2 channels a group"
+                "2 channels per group"
             )
         if not isinstance(self.rank, int) or not 1 <= self.rank < self._size:
             raise ValueError(
@@ -69,7 +70,7 @@ class BRO(AOC):
         return reflect(reflect(start, first), second)[..., :columns]
 
     def reconditioned_matrix(self, *free: Tensor) -> list[Tensor]:
-        """A reflector only depends on the span."""
+        """Return others of the same span: a reflector depends on nothing else."""
         return [recondition(rows, orthonormal_rows(rows)) for rows in free]
 
     @property
@@ -82,5 +83,4 @@ class BRO(AOC):
         return [random_orthonormal(*self._reflectors_shape)]
 
     def describe_inner(self) -> str:
-        """Numbers of the inner kernel."""
         return f"2 block reflectors of rank {self.rank}, {super().describe_inner()}"

@@ -7,23 +7,23 @@ tap, unless a method says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trysquare.nn.geometry import ConvGeometry
-from trysquare.nn.linalg.orthogonalize import orthogonalizer
 from trysquare.nn.linalg.orthonormal import orthonormal_rows, random_orthonormal, recondition
 from trysquare.nn.linalg.projectors import grow
-from trysquare.nn.parametrizations.base import Parametrization
+from trysquare.nn.parametrizations.base import Factory
+from trysquare.nn.parametrizations.method import KernelMethod
 from trysquare.nn.parametrizations.projection import refuse_kernel
 
 
-class Composed(Parametrization):
+class Composed(KernelMethod):
     """Orthogonal kernel ``(out, in / groups, *k)``: an orthonormal matrix over ``reach`` taps, then an inner kernel.
 
     Free tensors: those of the matrix (``matrix_shapes``), then those of the inner kernel (``inner_shapes``), all groups
@@ -35,11 +35,8 @@ class Composed(Parametrization):
     # matrix enough.
     brings_matrix: ClassVar[bool] = False
 
-    def __init__(self, geometry: ConvGeometry, orthogonalizer_name: str, **factory: Any) -> None:
-        super().__init__(**factory)
-        self.geometry = geometry
-        self.orthogonalizer = orthogonalizer_name
-        self._orthogonalizer = orthogonalizer(orthogonalizer_name)
+    def __init__(self, geometry: ConvGeometry, orthogonalizer_name: str, **factory: Unpack[Factory]) -> None:
+        super().__init__(geometry, orthogonalizer_name, **factory)
         self._matrix_count = len(self.matrix_shapes)
 
     @property
@@ -60,11 +57,6 @@ class Composed(Parametrization):
         """Those of the matrix, then those of the inner kernel."""
         return self.matrix_shapes + self.inner_shapes
 
-    @property
-    def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the kernel."""
-        return self.geometry.weight_shape
-
     def draw(self) -> list[Tensor]:
         """Uniformly distributed matrix, and what the inner kernel starts from."""
         matrices = [self._orthogonalizer.draw(*shape) for shape in self.matrix_shapes]
@@ -75,23 +67,18 @@ class Composed(Parametrization):
         return [random_orthonormal(*shape) for shape in self.inner_shapes]
 
     def build(self, *free: Tensor) -> Tensor:
-        """The kernel in torch's layout."""
+        """Return the kernel in torch's layout."""
         count = self._matrix_count
         matrix = self.matrix(*free[:count]) if count else self._selection(free[0])
         return self._to_torch(self.composed(self._split_taps(matrix), *free[count:]))
 
-    @property
-    def alike(self) -> Hashable:
-        """Method, geometry and orthogonalizer: layers that have these in common are groups of one larger layer."""
-        return type(self), self.geometry, self.orthogonalizer
-
     def build_together(self, *free: Tensor) -> Tensor:
-        """The kernels, built as groups of one: of matrices ``(count, g, n, m)`` and frames ``(count, p, g, h, c)``."""
+        """Build the kernels as groups of one, from matrices ``(count, g, n, m)`` and frames ``(count, p, g, h, c)``."""
         joined = [each.movedim(0, -4).flatten(-4, -3) for each in free]
         return self.build(*joined).unflatten(0, (len(free[0]), -1))
 
     def matrix(self, *free: Tensor) -> Tensor:
-        """The orthonormal matrix ``(g, rows, taps * c)``."""
+        """Return the orthonormal matrix ``(g, rows, taps * c)``."""
         return self._orthogonalizer.apply(free[0])
 
     def composed(self, kernel: Tensor, *inner: Tensor) -> Tensor:
@@ -128,7 +115,7 @@ class Composed(Parametrization):
         return kernel.movedim((-2, -1), (1, 2))
 
     def _uncentred(self, kernel: Tensor) -> Tensor:
-        """The middle taps."""
+        """Return the middle taps."""
         sizes = zip(self.geometry.kernel_size, self.geometry.reach, strict=True)
         for dim, (k, r) in enumerate(sizes, start=1):
             kernel = kernel.narrow(dim, (k - r) // 2, r)
@@ -150,16 +137,16 @@ class Composed(Parametrization):
         return kernel if kernel.shape[-1] == self.geometry.inner_channels else None
 
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
-        """The same kernel from well conditioned tensors."""
+        """Return the same kernel from well conditioned tensors."""
         count = self._matrix_count
         return [*self.reconditioned_matrix(*free[:count]), *self.reconditioned_inner(*free[count:])]
 
     def reconditioned_matrix(self, *free: Tensor) -> list[Tensor]:
-        """The same matrix from well conditioned tensors."""
+        """Return the same matrix from well conditioned tensors."""
         return [self._orthogonalizer.reconditioned(matrix) for matrix in free]
 
     def reconditioned_inner(self, *free: Tensor) -> list[Tensor]:
-        """The same inner kernel from well conditioned frames: a projector only depends on the span."""
+        """Return the same inner kernel from well conditioned frames: a projector only depends on the span."""
         return [recondition(rows, orthonormal_rows(rows)) for rows in free]
 
     def refuse_unreachable(self, weight: Tensor) -> None:
@@ -167,7 +154,6 @@ class Composed(Parametrization):
         refuse_kernel(weight, self.geometry)
 
     def extra_repr(self) -> str:
-        """Numbers of the construction."""
         geometry = self.geometry
         kind = "square" if geometry.square else "rows" if geometry.row_orthogonal else "columns"
         return (
@@ -176,5 +162,4 @@ class Composed(Parametrization):
         )
 
     def describe_inner(self) -> str:
-        """Numbers of the inner kernel."""
         return f"{len(self.geometry.frame_axes)} projectors of rank {self.geometry.frame_rank}"

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from trysquare.nn.linalg.orthogonalize import orthogonalizer
-from trysquare.nn.parametrizations.base import Parametrization
+from trysquare.nn.parametrizations.base import Factory, Parametrization
 from trysquare.nn.parametrizations.projection import refuse_singular_values
 
 
 class OrthonormalMatrix(Parametrization):
     """``(..., out, in)`` with orthonormal rows if ``out <= in``, orthonormal columns otherwise."""
 
-    def __init__(self, shape: tuple[int, ...], orthogonalizer_name: str, **factory: Any) -> None:
+    def __init__(self, shape: tuple[int, ...], orthogonalizer_name: str, **factory: Unpack[Factory]) -> None:
         super().__init__(**factory)
         self.shape = shape
         self.orthogonalizer = orthogonalizer_name
         self._orthogonalizer = orthogonalizer(orthogonalizer_name)
+
+    @property
+    def is_orthogonal(self) -> bool:
+        return True
 
     @property
     def free_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -33,11 +37,11 @@ class OrthonormalMatrix(Parametrization):
         return self.shape
 
     def draw(self) -> list[Tensor]:
-        """A uniformly distributed orthonormal matrix, or what the orthogonalizer starts from."""
+        """Return a uniformly distributed orthonormal matrix, or what the orthogonalizer starts from."""
         return [self._orthogonalizer.draw(*self.shape)]
 
     def build(self, *free: Tensor) -> Tensor:
-        """The orthonormal matrix."""
+        """Return the orthonormal matrix."""
         return self._orthogonalizer.apply(free[0]).contiguous()
 
     @property
@@ -46,11 +50,11 @@ class OrthonormalMatrix(Parametrization):
         return type(self), self.shape, self.orthogonalizer
 
     def build_together(self, *free: Tensor) -> Tensor:
-        """The matrices, orthonormalised in one batch."""
+        """Return the matrices, orthonormalised in one batch."""
         return self.build(*free)
 
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
-        """The same orthonormal matrix from a well conditioned one."""
+        """Return the same orthonormal matrix from a well conditioned one."""
         return [self._orthogonalizer.reconditioned(free[0])]
 
     @property
@@ -63,9 +67,8 @@ class OrthonormalMatrix(Parametrization):
         refuse_singular_values(torch.linalg.svdvals(weight), "this matrix is not orthonormal")
 
     def solve(self, weight: Tensor) -> list[Tensor]:
-        """The orthogonalizer's inverse of the nearest orthonormal matrix."""
+        """Return the orthogonalizer's inverse of the nearest orthonormal matrix."""
         return [self._orthogonalizer.free(weight)]
 
     def extra_repr(self) -> str:
-        """Shape and orthogonalizer."""
         return f"{'x'.join(map(str, self.shape))}, orthogonalizer={self.orthogonalizer}"

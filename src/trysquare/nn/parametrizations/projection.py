@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch import Tensor
 from trysquare.nn.geometry import ConvGeometry
 from trysquare.nn.linalg.precision import at_least_float32, full_precision
 from trysquare.nn.linalg.spectrum import circular_singular_values
+
+if TYPE_CHECKING:  # which imports this module
+    from trysquare.nn.parametrizations.base import Parametrization
 
 # Singular values that are further from where they must be are no rounding.
 _OFF = 0.01
@@ -37,8 +40,8 @@ def refuse_singular_values(values: Tensor, what: str, contraction: bool = False)
     off = values - 1 if contraction else (values - 1).abs()
     if float(off.max()) > _OFF:
         raise ValueError(
-            f"{what}: its singular values reach from {float(values.min()):.3g} to {float(values.max()):.3g}, and would "
-            f"have to be {'at most 1' if contraction else '1'}. layer.project_(weight) sets the nearest weight that "
+            f"{what}: its singular values reach from {float(values.min()):.3g} to {float(values.max()):.3g}, and "
+            f"must be {'at most 1' if contraction else '1'}. layer.project_(weight) sets the nearest weight that "
             "the layer can have"
         )
 
@@ -59,7 +62,7 @@ def refuse_kernel(weight: Tensor, geometry: ConvGeometry, contraction: bool = Fa
         refuse_singular_values(values, f"this kernel {kind} on a map of {sizes} at {numbers}", contraction)
 
 
-def finite_weight(weight: Any, shape: Sequence[int]) -> Tensor:
+def finite_weight(weight: object, shape: Sequence[int]) -> Tensor:
     """``weight`` without its history, if it is a finite tensor of this shape.
 
     Raises:
@@ -75,9 +78,9 @@ def finite_weight(weight: Any, shape: Sequence[int]) -> Tensor:
 
 
 def nearest_free_tensors(
-    weight: Tensor, parametrization: Any, present: Sequence[Tensor], starts: int, steps: int
+    weight: Tensor, parametrization: Parametrization, present: Sequence[Tensor], starts: int, steps: int
 ) -> tuple[list[Tensor], float]:
-    """Free tensors whose weight is near ``weight``, and how far it is, relative to the norm of ``weight``.
+    """Return free tensors whose weight is near ``weight``, and how far it is, relative to the norm of ``weight``.
 
     Args:
         weight: what to be near to.
@@ -92,7 +95,7 @@ def nearest_free_tensors(
     weight = finite_weight(weight, parametrization.weight_shape)
     norm = float(weight.double().norm())
     if norm == 0:
-        raise ValueError("weight is zero, and all weights of the layer are equally near to that")
+        raise ValueError("weight is zero, and all weights of the layer are equally near to it")
     # Solved in float64, like assignment; the descent is in the precision of the layer.
     exact = weight.to(torch.float64).cpu()
     target = weight.to(present[0].device, at_least_float32(present[0].dtype))

@@ -11,20 +11,19 @@ an orthogonal layer exists at all. Elsewhere it is 1-Lipschitz, for every number
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
 from trysquare.nn.geometry import ConvGeometry, window_overlap
-from trysquare.nn.linalg.orthogonalize import orthogonalizer
-from trysquare.nn.parametrizations.base import Parametrization
+from trysquare.nn.parametrizations.base import Factory
+from trysquare.nn.parametrizations.method import KernelMethod
 from trysquare.nn.parametrizations.projection import refuse_singular_values
 
 
-class RKO(Parametrization):
+class RKO(KernelMethod):
     """An orthonormal ``n x (m prod(k))`` matrix a group, reshaped, divided by the square root of the overlap.
 
     Free tensor: the matrix ``(g, n, prod(k) * m)``.
@@ -32,11 +31,8 @@ class RKO(Parametrization):
 
     orthogonal: ClassVar[bool] = False
 
-    def __init__(self, geometry: ConvGeometry, orthogonalizer_name: str, **factory: Any) -> None:
-        super().__init__(**factory)
-        self.geometry = geometry
-        self.orthogonalizer = orthogonalizer_name
-        self._orthogonalizer = orthogonalizer(orthogonalizer_name)
+    def __init__(self, geometry: ConvGeometry, orthogonalizer_name: str, **factory: Unpack[Factory]) -> None:
+        super().__init__(geometry, orthogonalizer_name, **factory)
         overlap = window_overlap(geometry.kernel_size, geometry.stride, geometry.dilation)
         self.scale: float = overlap**-0.5
 
@@ -51,13 +47,8 @@ class RKO(Parametrization):
         geometry = self.geometry
         return ((geometry.groups, geometry.group_out, prod(geometry.kernel_size) * geometry.group_in),)
 
-    @property
-    def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the kernel."""
-        return self.geometry.weight_shape
-
     def draw(self) -> list[Tensor]:
-        """A uniformly distributed matrix."""
+        """Return a uniformly distributed matrix."""
         return [self._orthogonalizer.draw(*self.free_shapes[0])]
 
     def build(self, *free: Tensor) -> Tensor:
@@ -67,17 +58,12 @@ class RKO(Parametrization):
         kernel = taps.movedim(-1, 2).flatten(0, 1)
         return (kernel if self.scale == 1 else self.scale * kernel).contiguous()
 
-    @property
-    def alike(self) -> Hashable:
-        """Geometry and orthogonalizer: layers that have these in common are groups of one larger layer."""
-        return type(self), self.geometry, self.orthogonalizer
-
     def build_together(self, *free: Tensor) -> Tensor:
-        """The kernels, built as groups of one."""
+        """Return the kernels, built as groups of one."""
         return self.build(free[0].flatten(0, 1)).unflatten(0, (len(free[0]), -1))
 
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
-        """The same matrix from a well conditioned one."""
+        """Return the same matrix from a well conditioned one."""
         return [self._orthogonalizer.reconditioned(free[0])]
 
     @property
@@ -94,11 +80,10 @@ class RKO(Parametrization):
         refuse_singular_values(values, "the matrix of this kernel is not orthonormal")
 
     def solve(self, weight: Tensor) -> list[Tensor]:
-        """The matrix that the kernel is a reshaped copy of."""
+        """Return the matrix that the kernel is a reshaped copy of."""
         matrix = weight.unflatten(0, (self.geometry.groups, -1)).movedim(2, -1).flatten(2)
         return [self._orthogonalizer.free(matrix / self.scale)]
 
     def extra_repr(self) -> str:
-        """Numbers of the construction."""
         kind = "orthogonal" if self.is_orthogonal else f"1-Lipschitz, scaled by {self.scale:.3g}"
         return f"matrix {self.free_shapes[0]}, {kind}, orthogonalizer={self.orthogonalizer}"

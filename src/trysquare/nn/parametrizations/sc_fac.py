@@ -56,6 +56,5 @@ class SCFac(BCOP):
         return [matrix, torch.stack(frames)]
 
     def describe_inner(self) -> str:
-        """Numbers of the inner kernel."""
         first, others = self._axes
         return f"{len(first)} projectors, a matrix, {len(others)} projectors of rank {self.geometry.frame_rank}"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from itertools import accumulate, islice, zip_longest
 from math import factorial, fsum, gcd, prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from trysquare.nn.geometry import ConvGeometry, Sizes, positive
 from trysquare.nn.linalg.kernels import adjoint, compose, polynomial_kernel
 from trysquare.nn.linalg.norms import kernel_norm_bound
 from trysquare.nn.linalg.precision import at_least_float32, protected
-from trysquare.nn.parametrizations.base import WeightCache, gathered
+from trysquare.nn.parametrizations.base import Factory, WeightCache, gathered
 from trysquare.nn.parametrizations.composed import Composed
 
 _TOLERANCE = 1e-6
@@ -100,7 +100,7 @@ class SOC(Composed):
         orthogonalizer_name: str,
         terms: int | None = None,
         norm: float = 1.0,
-        **factory: Any,
+        **factory: Unpack[Factory],
     ) -> None:
         if geometry.parsimonious:
             raise ValueError("method='soc' has no parsimonious variant: its stride is that of the RKO matrix")
@@ -174,7 +174,7 @@ class SOC(Composed):
         return (flat - adjoint(flat, groups)).view_as(scaled)
 
     def factors(self, *free: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The matrix and the skew kernel, in torch's layout and the layer's dtype, from the cache where that is right.
+        """Return the matrix and the skew kernel in torch's layout and the layer's dtype, from the cache where possible.
 
         The convolution with the weight is that with the exponential of the skew kernel, then that with the matrix,
         which is the identity if there is none; the other way round where the weight is built from its adjoint.
@@ -202,7 +202,7 @@ class SOC(Composed):
             cache.clear()
 
     def of_factors(self, matrix: Tensor | None, skew: Tensor) -> Tensor:
-        """The weight that factors make, in their dtype."""
+        """Return the weight that factors make, in their dtype."""
         return self._to_torch(self._joined(None if matrix is None else self._unblocked(matrix), self._unblocked(skew)))
 
     def _blocks(self, kernel: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ class SOC(Composed):
         return kernel.transpose(1, 2) if self.geometry.built_from_adjoint else kernel
 
     def composed(self, kernel: Tensor, *inner: Tensor) -> Tensor:
-        """The matrix, then the exponential."""
+        """Return the matrix, then the exponential."""
         return self._joined(_taps_last(kernel) if self._matrix_count else None, self.skew(inner[0]))
 
     def _joined(self, matrix: Tensor | None, skew: Tensor) -> Tensor:
@@ -228,11 +228,10 @@ class SOC(Composed):
         return rotation if matrix is None else compose(matrix, rotation, dims=dims)
 
     def reconditioned_inner(self, *free: Tensor) -> list[Tensor]:
-        """A free kernel cannot degenerate."""
+        """Return the free kernel itself, which cannot degenerate."""
         return list(free)
 
     def describe_inner(self) -> str:
-        """Numbers of the inner kernel."""
         return (
             f"exponential of a skew kernel {self.skew_size} to {self.terms} terms (error < {self.truncation_error:.1e})"
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +20,7 @@ from trysquare.verify.lipschitz import (
     random_inputs,
 )
 from trysquare.verify.lipschitz.checks import require_dense
+from trysquare.verify.lipschitz.graph import Inputs, Shapes
 
 __all__ = ["AuditReport", "LayerAudit", "audit"]
 
@@ -79,7 +78,7 @@ def audit(
     return AuditReport(rows, found.bound, lower, each[0] if len(each) == 1 else tuple(each))
 
 
-def _check_given(inputs: Any, shapes: Any) -> None:
+def _check_given(inputs: object, shapes: Shapes) -> None:
     wanted = list(shapes.values()) if isinstance(shapes, dict) else shapes
     if not isinstance(inputs, Tensor):
         raise TypeError(f"inputs must be a tensor (batch, ...), not {type(inputs).__name__}")
@@ -91,14 +90,14 @@ def _check_given(inputs: Any, shapes: Any) -> None:
 class _OneVector(nn.Module):
     """A network as a function from one vector to one: all tensors that it takes and returns, side by side."""
 
-    def __init__(self, model: nn.Module, like: Any) -> None:
+    def __init__(self, model: nn.Module, like: Inputs) -> None:
         super().__init__()
         self.model = model
         self.names = list(like) if isinstance(like, dict) else None
         self.shapes = [tensor.shape[1:] for tensor in (like.values() if isinstance(like, dict) else like)]
 
-    def pack(self, inputs: Any) -> Tensor:
-        """All inputs in one vector."""
+    def pack(self, inputs: Inputs) -> Tensor:
+        """Return all inputs in one vector."""
         return torch.cat([t.flatten(1) for t in (inputs.values() if isinstance(inputs, dict) else inputs)], 1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trysquare.files import or_infinite, without_infinities
+from trysquare.files import JsonObject, or_infinite, read_json, without_infinities
 
 _HEADER = ("layer", "type", "geometry", "σ min", "σ max", "bound", "so far", "verdict", "remark")
 _EXTREMES = ("smallest", "largest")
@@ -52,9 +51,9 @@ class LayerAudit:
     spectrum: list[float] | None = field(default=None, repr=False)
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> LayerAudit:
-        """A row from its part of the report's JSON."""
-        row: dict[str, Any] = {name: str(content[name]) for name in ("name", "type", "geometry", "verdict", "remark")}
+    def from_dict(cls, content: JsonObject) -> LayerAudit:
+        """Return the row of its part of a report in JSON."""
+        row: JsonObject = {name: str(content[name]) for name in ("name", "type", "geometry", "verdict", "remark")}
         row |= {name: content[name] if content[name] is None else float(content[name]) for name in _EXTREMES}
         row |= {"bound": or_infinite(content["bound"]), "depth": int(content["depth"])}
         row["bound_so_far"] = None if row["depth"] else or_infinite(content["bound_so_far"])
@@ -94,24 +93,24 @@ class AuditReport:
         return self.bound / self.lower_bound if self.lower_bound else math.inf
 
     def to_json(self) -> str:
-        """The report as JSON; infinite numbers, which JSON does not have, become ``null``. ``from_json`` reads it."""
+        """Return the report as JSON, where infinite numbers become ``null``; ``from_json`` reads it."""
         content = {**asdict(self), "ratio": self.ratio}
         return json.dumps(without_infinities(content), indent=2, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> AuditReport:
-        """A report from what ``to_json`` wrote.
+        """Return the report that ``to_json`` wrote.
 
         Raises:
-            ValueError: if it is not that.
+            ValueError: if the text is something else.
         """
-        try:
-            content: dict[str, Any] = json.loads(text)
-            layers = [LayerAudit.from_dict(layer) for layer in content["layers"]]
-            lower = None if content["lower_bound"] is None else float(content["lower_bound"])
-            return cls(layers, or_infinite(content["bound"]), lower, _shape(content["input_shape"]))
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"this is not an audit in JSON: {error!r}") from error
+        return read_json(text, "an audit", cls._from_content)
+
+    @classmethod
+    def _from_content(cls, content: JsonObject) -> AuditReport:
+        layers = [LayerAudit.from_dict(layer) for layer in content["layers"]]
+        lower = None if content["lower_bound"] is None else float(content["lower_bound"])
+        return cls(layers, or_infinite(content["bound"]), lower, _shape(content["input_shape"]))
 
     # ``print`` works with torch and numpy alone; ``__rich__`` below adds colours where rich is installed.
     def __str__(self) -> str:
@@ -133,7 +132,7 @@ class AuditReport:
             return f"{bound} with respect to one-hot vectors; no lower bound: tokens have no Jacobian"
         return f"{bound}, lower bound found {self.lower_bound:.6g}, ratio {self.ratio:.4g}"
 
-    def __rich__(self) -> Any:
+    def __rich__(self) -> object:
         from rich.console import Group
         from rich.markup import escape
         from rich.table import Table

@@ -19,7 +19,7 @@ from trysquare.nn.linalg.operator import Axis, LinearOperator
 from trysquare.nn.parametrizations.base import ParametrizedWeight
 from trysquare.verify.auditing.report import LayerAudit
 from trysquare.verify.lipschitz import Analysis, input_like, lipschitz_lower_bound
-from trysquare.verify.lipschitz.graph import Frame, Node, class_name
+from trysquare.verify.lipschitz.graph import Frame, Node, Value, class_name
 from trysquare.verify.lipschitz.rules import RULES, batch_norm_scales
 from trysquare.verify.operators import read_layer, reads
 from trysquare.verify.spectrum import lanczos_extremes, norm_range, singular_values, spectrum_flops
@@ -110,8 +110,8 @@ def _module_step(found: Analysis, frame: Frame, nodes: list[Node], depth: int) -
 
 
 def _step(
-    found: Analysis, name: str, module: Any, kind: str, nodes: list[Node], values: Any, shape: Any, bound: float,
-    depth: int,
+    found: Analysis, name: str, module: nn.Module | None, kind: str, nodes: list[Node], values: list[Value],
+    shape: torch.Size, bound: float, depth: int,
 ) -> _Step:  # fmt: skip
     inputs = [found.walk.bound([value.labels]) for value in values]
     largest = max((b for b in inputs if 0 < b < math.inf), default=1.0)
@@ -122,7 +122,7 @@ def _step(
 
 
 def _path(node: Node) -> tuple[Frame, ...]:
-    """The modules that were running; norms are a part of the layers that take them."""
+    """Return the modules that were running; norms are a part of the layers that take them."""
     return node.path[:-1] if isinstance(node.module, EuclideanNorm) and len(node.path) > 1 else node.path
 
 
@@ -130,15 +130,15 @@ def _is_block(module: nn.Module) -> bool:
     return type(module).__module__.startswith("trysquare.nn.layers")
 
 
-def _owner(number: int, node: Node, outer: set[int]) -> Any:
-    """What calls have in common that make one row: the call of a module of torch or ours that calls no other."""
+def _owner(number: int, node: Node, outer: set[int]) -> Frame | int:
+    """Return what calls have in common that make one row: the call of a module of torch or ours that calls no other."""
     frame = _path(node)[-1] if node.path else None
     library = frame is not None and type(frame.module).__module__.split(".")[0] in ("torch", "trysquare")
     return frame if library and frame is not None and frame.call not in outer else number
 
 
 def layer_row(step: _Step, spectra: bool) -> LayerAudit:
-    """The row of a step."""
+    """Return the row of a step."""
     if step.module is not None and reads(step.module) and len(step.input_shape):
         return _linear_row(step, step.module, spectra)
     normalisation = next((node for node in step.nodes if "batch_norm" in node.op), None)
@@ -162,7 +162,7 @@ def layer_row(step: _Step, spectra: bool) -> LayerAudit:
 
 
 def _about(step: _Step) -> tuple[str, bool]:
-    """Why the bound of a step is above 1, or that it keeps lengths; and whether the bound is attained."""
+    """Return why the bound of a step is above 1, or that it keeps lengths; and whether the bound is attained."""
     above, bound = step.constant > 1 + TOLERANCE, f"{step.constant:.4g}"
     nodes = [node for node in step.nodes if not node.moves]
     if not step.nodes:
@@ -186,7 +186,7 @@ def _about(step: _Step) -> tuple[str, bool]:
 
 
 def _largest_slope(step: _Step) -> float | None:
-    """Largest slope seen of a module of torch or ours; calls of others may need more than one input."""
+    """Return the largest slope seen of a module of torch or ours; calls of others may need more than one input."""
     if step.module is None or not step.input_shape:
         return None
     batch = max(1, min(8, _NOISE_NUMBERS // math.prod(step.input_shape)))
@@ -225,7 +225,7 @@ def _times(sizes: Sequence[int]) -> str:
 
 
 def _why_ours(step: _Step) -> str:
-    layer: Any = step.module
+    layer = step.module
     above = f"{step.constant - 1:.1e}"
     if not (isinstance(layer, ParametrizedWeight) and parametrize.is_parametrized(layer, "weight")):
         return f"its rule gives {step.constant:.4g}"
@@ -297,7 +297,7 @@ def _by_lanczos(operator: LinearOperator, bound: float) -> _Extremes:
 
 
 def _linear_remarks(step: _Step, operator: LinearOperator, largest: float) -> list[str]:
-    """Why a linear layer amplifies, or may, and what to do; nothing if it does not."""
+    """Return why a linear layer amplifies, or may, and what to do; nothing if it does not."""
     if isinstance(step.module, UnitNormLinear):
         return ["each output is 1-Lipschitz, not all together: certify with its certified_radii"]
     bound = step.constant
@@ -321,7 +321,7 @@ def _linear_remarks(step: _Step, operator: LinearOperator, largest: float) -> li
 
 
 def _padding_remark(axis: Axis) -> str | None:
-    """What is wrong with the padding of one axis, and what to do."""
+    """Return what is wrong with the padding of one axis, and what to do."""
     if axis.repeats == 1:
         return None
     left, right = axis.pad

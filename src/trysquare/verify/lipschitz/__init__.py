@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from trysquare.verify.lipschitz import ours as ours  # registers the rules of ou
 from trysquare.verify.lipschitz.blocks import constant_factor
 from trysquare.verify.lipschitz.checks import input_like, refuse_unreadable, require_module, unchanged
 from trysquare.verify.lipschitz.evaluate import ExactEvaluation
-from trysquare.verify.lipschitz.graph import Calls, Graph, Node, NoRuleError, Shape, Value, class_name
+from trysquare.verify.lipschitz.graph import Calls, Graph, Inputs, Node, NoRuleError, Shape, Shapes, Value, class_name
 from trysquare.verify.lipschitz.leaves import is_leaf, rule
 from trysquare.verify.lipschitz.lower import lipschitz_lower_bound
 from trysquare.verify.lipschitz.record import Step, same_numbers
@@ -175,7 +174,7 @@ def analyse(model: nn.Module, input_shape: InputShape, *, batch: int = BATCH, co
 
 
 def _bounded(model: nn.Module, graph: Graph) -> tuple[float, Walk, dict[int, float]]:
-    """The bound of what was traced, the walk that found it, and the gain of each call.
+    """Return the bound of what was traced, the walk that found it, and the gain of each call.
 
     Raises:
         NoRuleError: if there is none, or the samples of the batch are not apart.
@@ -236,12 +235,12 @@ def refuse_changed(model: nn.Module, found: Analysis, input_shape: InputShape) -
 def _are_same(calls: Sequence[Node | Step], others: Sequence[Node | Step]) -> bool:
     """Whether calls are the same, with the same constants."""
 
-    def same(a: Any, b: Any) -> bool:
+    def same(a: object, b: object) -> bool:
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             return same_numbers(a, b)
         return type(a) is type(b) and (isinstance(a, Value) or a is b or bool(a == b))
 
-    def parts(call: Node | Step) -> list[Any]:
+    def parts(call: Node | Step) -> list[object]:
         return [call.op, *tree_leaves((call.args, call.kwargs if isinstance(call, Step) else {}))]
 
     pairs = zip(map(parts, calls), map(parts, others), strict=False)
@@ -249,7 +248,7 @@ def _are_same(calls: Sequence[Node | Step], others: Sequence[Node | Step]) -> bo
 
 
 def _weights_of_samples(model: nn.Module, walk: Walk, graph: Graph) -> tuple[list[Tensor], dict[int, float]]:
-    """The weights of each sample's outputs on its own inputs, and the gain of each call on all outputs of a batch.
+    """Return the weights of each sample's outputs on its own inputs, and each call's gain on all outputs of a batch.
 
     The outputs of half of the samples at a time are followed back, which must not lead to the other half. Any two
     samples are in different halves once, if each bit of their numbers says which.
@@ -279,7 +278,7 @@ def _is_input(labels: Tensor, graph: Graph) -> bool:
     return bool(((labels != 0) & (labels.abs() <= end)).any())
 
 
-def checked_shapes(input_shape: InputShape) -> list[Shape] | dict[str, Shape]:
+def checked_shapes(input_shape: InputShape) -> Shapes:
     """Shapes of all inputs, by position or by name.
 
     Raises:
@@ -294,7 +293,7 @@ def checked_shapes(input_shape: InputShape) -> list[Shape] | dict[str, Shape]:
     return [_checked_shape(input_shape, input_shape)]
 
 
-def _checked_shape(shape: Any, given: Any) -> Shape:
+def _checked_shape(shape: object, given: object) -> Shape:
     sizes = tuple(shape) if isinstance(shape, list | tuple) else ()
     if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
         raise ValueError(
@@ -309,7 +308,7 @@ def _checked_shape(shape: Any, given: Any) -> Shape:
     return sizes
 
 
-def _traced(model: nn.Module, shapes: Any, like: Tensor, batch: int) -> Graph:
+def _traced(model: nn.Module, shapes: Shapes, like: Tensor, batch: int) -> Graph:
     try:
         return Tracer(model, is_leaf).trace(_inputs(shapes, like, batch), tokens=False)
     except TakesTokens as found:
@@ -324,7 +323,7 @@ def _traced(model: nn.Module, shapes: Any, like: Tensor, batch: int) -> Graph:
             ) from error
 
 
-def _inputs(shapes: Any, like: Tensor, batch: int, words: int | None = None) -> Any:
+def _inputs(shapes: Shapes, like: Tensor, batch: int, words: int | None = None) -> Inputs:
     """Normal noise, the same each time; or tokens below a number of words."""
     generator = torch.Generator().manual_seed(0)
 
@@ -336,13 +335,13 @@ def _inputs(shapes: Any, like: Tensor, batch: int, words: int | None = None) -> 
     return {name: made(s) for name, s in shapes.items()} if isinstance(shapes, dict) else [made(s) for s in shapes]
 
 
-def random_inputs(graph: Graph, shapes: Any, like: Tensor, batch: int) -> Any:
+def random_inputs(graph: Graph, shapes: Shapes, like: Tensor, batch: int) -> Inputs:
     """Normal noise, the same each time; tokens if that is what the model takes."""
     words = min((len(node.args["weight"]) for node in graph.nodes if node.op == "embedding"), default=1)
     return _inputs(shapes, like, batch, words if graph.tokens else None)
 
 
-def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> None:
+def _compare(model: nn.Module, found: Analysis, shapes: Shapes, like: Tensor) -> None:
     """See that the model does with numbers, and batches of other sizes, what was traced.
 
     Raises:
@@ -351,15 +350,18 @@ def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> No
     batch = found.graph.batch
     inputs = random_inputs(found.graph, shapes, like, batch + 1)
 
-    def each(change: Any) -> Any:
+    def each(change: Callable[[Tensor], Tensor]) -> Inputs:
         return {n: change(v) for n, v in inputs.items()} if isinstance(inputs, dict) else [change(v) for v in inputs]
+
+    def graded_inputs(wanted: bool) -> Inputs:
+        return each(lambda v: v.detach().requires_grad_(wanted and v.is_floating_point()))
 
     exact_model = ExactEvaluation(found.graph, found.gains)
     followed, error = exact_model(each(lambda v: v[:batch]))
     short = coarsest_dtype(like)
     rounding = exact_model.in_short(error, short)
 
-    def called(values: Any) -> list[Tensor]:
+    def called(values: Inputs) -> list[Tensor]:
         values = tree_map(torch.clone, values)  # the model may write into its inputs
         try:
             with users_device():
@@ -376,7 +378,7 @@ def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> No
             warnings.simplefilter("ignore")  # compilers look at the gradients of inputs that are no leaves
             # It may write where autograd does not let it, so that no attack can ask for these gradients.
             with suppress(ValueError):
-                graded = called(each(lambda v, w=wanted: v.detach().requires_grad_(w and v.is_floating_point())))
+                graded = called(graded_inputs(wanted))
                 break
     exact = [leaf for leaf in tree_leaves(followed) if isinstance(leaf, Tensor)]
     reason = (

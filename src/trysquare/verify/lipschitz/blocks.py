@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ _GAIN = 0.999
 
 
 def as_block(node: Node, calls: Calls) -> Node:
-    """A node ``block`` with its parts inside, if a call is the last one of a block whose bound is below theirs."""
+    """Return a node ``block`` with its parts inside, if a call ends a block whose bound is below theirs."""
     if node.op in ("add", "sub"):
         found = _residual(node, calls)
     elif node.op in _LINEAR:
@@ -51,7 +50,7 @@ def as_block(node: Node, calls: Calls) -> Node:
 
 
 def block_weights(node: Node, given: list[Tensor]) -> Weights:
-    """The largest weight of each sample, or of each row of a product, times the constant."""
+    """Return the largest weight of each sample, or of each row of a product, times the constant."""
     assert node.constants is not None
     labels = node.args["input"].labels
     tops = given[0].reshape(labels.shape[0], -1).amax(1)
@@ -88,13 +87,13 @@ class _Placed:
     coarse: Sizes
 
     def plain(self) -> LatticeMap | None:
-        """The map from its source to its target, if that is no transposed one with a stride."""
+        """Return the map from its source to its target, if that is no transposed one with a stride."""
         if not self.is_adjoint:
             return self.map
         return self.map.transposed() if set(self.map.stride) == {1} else None
 
     def back(self) -> LatticeMap | None:
-        """The same from its target to its source."""
+        """Return the same from its target to its source."""
         if self.is_adjoint:
             return self.map
         return self.map.transposed() if set(self.map.stride) == {1} else None
@@ -133,7 +132,7 @@ def _with_shortcut(skip: Tensor, branch: _Branch, sign: float, calls: Calls) -> 
 
 
 def _shortcuts(skip: Tensor, calls: Calls) -> list[tuple[Tensor, Node | None, list[Node]]]:
-    """What a shortcut may be: nothing at all, or a linear map."""
+    """Return what a shortcut may be: nothing at all, or a linear map."""
     found: list[tuple[Tensor, Node | None, list[Node]]] = [(skip, None, [])]
     maker = calls.maker(float(skip.reshape(-1)[0])) if skip.numel() else None
     if maker is not None and maker.op in _LINEAR and (labels := _argument(maker)) is not None:
@@ -142,7 +141,7 @@ def _shortcuts(skip: Tensor, calls: Calls) -> list[tuple[Tensor, Node | None, li
 
 
 def _source(node: Node, labels: Tensor) -> Tensor:
-    """What a linear map reads, without zeros around it or its circular extension."""
+    """Return what a linear map reads, without zeros around it or its circular extension."""
     if node.op != "convolution":
         return labels
     inside = without_border(labels)
@@ -162,7 +161,7 @@ def _identity(first: _Placed, source: Tensor, skip: Tensor) -> _Placed | None:
 
 
 def _residual_bound(around: _Placed, first: _Placed, second: _Placed, factor: float, scales: Tensor) -> float | None:
-    """The smaller of the bounds of a block and of its transpose; ``None`` if the theorem says nothing about them."""
+    """Return the smaller of the bounds of a block and its transpose; ``None`` if the theorem does not apply."""
     parts = around, first, second
     a, t, s = (part.plain() for part in parts)
     bounds = []
@@ -187,7 +186,7 @@ def _scale_inputs(given: LatticeMap, scales: Tensor) -> LatticeMap:
 
 
 def _circle(parts: Sequence[_Placed], stride: Sizes, hidden_is_coarse: bool = False) -> Sizes | None:
-    """The circle that all maps are on, or one that has the lattice around them as a part.
+    """Return the circle that all maps are on, or one that has the lattice around them as a part.
 
     Maps with zeros outside are parts of maps on the lattice. Those are taken on a circle that is larger than the widest
     of their values by all extents together. An output then reads a window that is shorter than what was added, so that
@@ -242,7 +241,7 @@ def _sandwich(node: Node, calls: Calls) -> tuple[Tensor, list[Node], float] | No
 
 
 def _branch(labels: Tensor, calls: Calls) -> _Branch | None:
-    """Two maps and the activation between them, of which values are the result."""
+    """Return two maps and the activation between them, of which values are the result."""
     parts: list[Node] = []
     if (behind := _through(labels, calls, parts)) is None:
         return None
@@ -316,7 +315,7 @@ def constant_factor(node: Node) -> Tensor | None:
     a, b = node.args["self"], node.args["other"]
     if node.op in ("add", "sub", "rsub"):
         plain, sign = ("other" if node.op == "rsub" else "self"), (1.0 if node.op == "add" else -1.0)
-        number: Any = 1.0 if isinstance(node.args[plain], Value) else sign * node.args.get("alpha", 1)
+        number: Tensor | float = 1.0 if isinstance(node.args[plain], Value) else sign * node.args.get("alpha", 1)
         readings = signed_readings(number, node.dtype)
     elif node.op == "mul":
         readings = signed_readings(b if isinstance(a, Value) else a, node.dtype)
@@ -329,7 +328,7 @@ def constant_factor(node: Node) -> Tensor | None:
 
 
 def _slope(node: Node) -> float | None:
-    """The largest slope of an activation that never decreases; ``None`` for everything else."""
+    """Return the largest slope of an activation that never decreases; ``None`` for everything else."""
     rule = RULES.get(node.op)
     if rule is None or rule.monotone is None or not rule.monotone(node):
         return None
@@ -341,7 +340,7 @@ def _slope(node: Node) -> float | None:
 
 
 def _by_channel(factors: Tensor, labels: Tensor, node: Node) -> Tensor | None:
-    """One factor for each channel; ``None`` if they differ within a channel."""
+    """Return one factor for each channel; ``None`` if they differ within a channel."""
     axis = 1 if node.op == "convolution" else -1
     if factors.ndim < 2:
         return None
@@ -351,7 +350,7 @@ def _by_channel(factors: Tensor, labels: Tensor, node: Node) -> Tensor | None:
 
 
 def _argument(node: Node) -> Tensor | None:
-    """Labels of what a linear map with constant weights reads."""
+    """Return labels of what a linear map with constant weights reads."""
     names = {"convolution": ("input", "weight", "bias"), "mm": ("self", "mat2", ""), "addmm": ("mat1", "mat2", "self")}
     value, *constants = (node.args.get(name) for name in names[node.op])
     plain = node.args.get("alpha", 1) == 1 and not any(isinstance(constant, Value) for constant in constants)
@@ -359,7 +358,7 @@ def _argument(node: Node) -> Tensor | None:
 
 
 def _placed(node: Node, source: Tensor, target: Tensor, reads: Tensor | None = None) -> _Placed | None:
-    """A linear call as a map from ``source`` to ``target``: parts of what it reads and makes.
+    """Return a linear call as a map from ``source`` to ``target``: parts of what it reads and makes.
 
     Args:
         node: the call.
@@ -420,7 +419,7 @@ def _rows(labels: Tensor) -> Tensor:
 
 
 def _offset(part: Tensor, whole: Tensor) -> tuple[list[int], bool] | None:
-    """Where values are in others: how many positions come before the first one on each axis, and whether they wrap.
+    """Return where values are in others: the positions before the first one on each axis, and whether they wrap.
 
     Negative numbers are cropped positions. Outside of ``whole`` there are constants, or it is extended circularly.
     """

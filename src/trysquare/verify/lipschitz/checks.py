@@ -25,7 +25,7 @@ from trysquare.verify.lipschitz.graph import NoRuleError, class_name
 
 
 def input_like(model: nn.Module) -> Tensor:
-    """A tensor of the dtype and device that the model's inputs should have: those of its first weight.
+    """Return a tensor of the dtype and device that the model's inputs should have: those of its first weight.
 
     Free tensors of our layers may be longer than the weight that is made of them, so they are asked last.
     """
@@ -53,12 +53,12 @@ def require_dense(name: str, tensor: Tensor) -> None:
     if tensor.layout != torch.strided:
         raise ValueError(f"{name}: found a tensor of layout {tensor.layout}; give a dense one, {name}.to_dense()")
     if tensor.is_quantized or (tensor.is_floating_point() and tensor.element_size() < 2):
-        raise ValueError(f"{name}: found {tensor.dtype}, which nothing is computed in; convert it, {name}.float()")
+        raise ValueError(f"{name}: found {tensor.dtype}, in which nothing can be computed; convert it, {name}.float()")
     if tensor.is_meta:
         raise ValueError(f"{name}: found a tensor on the meta device, which holds no numbers; give one that does")
 
 
-def require_module(model: Any) -> None:
+def require_module(model: object) -> None:
     """Refuse what is no module.
 
     Raises:
@@ -152,5 +152,5 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         np.random.set_state(chance[2])
 
 
-def _is_container(value: Any) -> bool:
+def _is_container(value: object) -> bool:
     return type(value) in (list, dict, set)

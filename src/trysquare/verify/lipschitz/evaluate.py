@@ -6,13 +6,12 @@ What is evaluated are the steps of the trace, with the constants of the trace: t
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trysquare.verify.lipschitz.graph import Graph, Node
+from trysquare.verify.lipschitz.graph import Arguments, Graph, Inputs, Node
 from trysquare.verify.lipschitz.record import NOT_NUMBERS, Slot, Step
 from trysquare.verify.lipschitz.rules import RULES
 
@@ -48,7 +47,7 @@ class ExactEvaluation:
         for slot, number in last.items():
             self._done[number].append(slot)
 
-    def __call__(self, inputs: Any) -> tuple[Any, float]:
+    def __call__(self, inputs: Tensor | Inputs) -> tuple[object, float]:
         """Results of a batch in float64, and how far they are from the exact ones at most (l2, all together).
 
         Args:
@@ -75,22 +74,22 @@ class ExactEvaluation:
         )
 
     def in_short(self, error: float, dtype: torch.dtype) -> float:
-        """What the error of the last batch would be in a shorter dtype."""
+        """Return what the error of the last batch would be in a shorter dtype."""
         return (error - self.jumps) * torch.finfo(dtype).eps / torch.finfo(torch.float64).eps + self.jumps
 
-    def _carried_out(self, step: Step, known: dict[Slot, Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
+    def _carried_out(self, step: Step, known: dict[Slot, Tensor]) -> tuple[Arguments, list[Tensor]]:
         """Arguments of a step by name, and its results."""
         if step.op == "leaf":
             result, *inputs = (known[slot] for slot in step.args)
             return {str(number): value for number, value in enumerate(inputs)}, [result]
 
-        def payload(leaf: Any) -> Tensor:
+        def payload(leaf: Slot | Tensor) -> Tensor:
             return known[leaf] if isinstance(leaf, Slot) else self._in_float64(leaf)
 
         if step.node is None:
             return {}, tree_leaves(step.move(payload, lambda number: number))
 
-        def longer(name: str, leaf: Any) -> Any:
+        def longer(name: str, leaf: object) -> object:
             if isinstance(leaf, Tensor) and name in NOT_NUMBERS:
                 return leaf.cpu()
             if isinstance(leaf, Slot | Tensor):
@@ -102,8 +101,7 @@ class ExactEvaluation:
             # Twice as fast in float64 on a processor, where torch unfolds the input.
             args[0] = args[0].contiguous(memory_format=torch.channels_last)
         results = [leaf for leaf in tree_leaves(step.func(*args, **kwargs)) if isinstance(leaf, Tensor)]
-        names = [argument.name for argument in step.func._schema.arguments]
-        return dict(zip(names, args, strict=False)) | kwargs, results
+        return dict(zip(step.names, args, strict=False)) | kwargs, results
 
     def _in_float64(self, constant: Tensor) -> Tensor:
         if id(constant) not in self._constants:
@@ -111,8 +109,8 @@ class ExactEvaluation:
             self._constants[id(constant)] = constant.to("cpu", torch.bool if constant.dtype == torch.bool else longest)
         return self._constants[id(constant)]
 
-    def _contribution(self, node: Node, args: dict[str, Any], out: list[Tensor]) -> float:
-        """What the rounding of one call adds to the error of the results: infinite where that is not known."""
+    def _contribution(self, node: Node, args: Arguments, out: list[Tensor]) -> float:
+        """Return what the rounding of one call adds to the error of the results: infinite where that is not known."""
         gain = self.gains.get(id(node), 0.0)
         if not gain:
             return 0.0

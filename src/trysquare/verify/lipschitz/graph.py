@@ -18,9 +18,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
+    from trysquare.nn.linalg.bounds import SingularValueRange
     from trysquare.verify.lipschitz.record import Step
 
 Shape = tuple[int, ...]
+Shapes = list[Shape] | dict[str, Shape]
+"""Shapes of the inputs of a model, without the batch, by position or by name."""
+Inputs = list[Tensor] | dict[str, Tensor]
+"""What a model is called with, by position or by name."""
+Arguments = dict[str, Any]
+"""Arguments of a call by name: numbers, dtypes, lists, ``None``, tensors, and ``Value`` in place of some."""
 # The smallest and the largest number that a value can be.
 Range = tuple[float, float]
 ANY: Range = (-math.inf, math.inf)
@@ -31,7 +38,7 @@ class NoRuleError(ValueError):
 
 
 def class_name(module: nn.Module | None) -> str:
-    """Name of a module's class, without what torch puts in front of parametrized ones."""
+    """Return the name of a module's class, without what torch puts in front of parametrized ones."""
     return type(module).__name__.removeprefix("Parametrized")
 
 
@@ -78,7 +85,7 @@ class Node:
     """
 
     op: str
-    args: dict[str, Any]
+    args: Arguments
     outputs: list[tuple[int, Shape]]
     floating: list[bool]
     dtype: torch.dtype
@@ -92,7 +99,7 @@ class Node:
     constants: list[float] | None = None
     moves: bool = False
     norms: dict[bytes, Any] = field(default_factory=dict)
-    range: Any = None
+    range: SingularValueRange | None = None
 
     @property
     def module(self) -> nn.Module | None:
@@ -120,12 +127,12 @@ class Node:
         return self.outputs[0][0]
 
     def labels(self, output: int = 0) -> Tensor:
-        """Labels of a result."""
+        """Return labels of a result."""
         start, shape = self.outputs[output]
         return torch.arange(start, start + math.prod(shape), dtype=torch.float64).view(shape)
 
     def where(self) -> str:
-        """What an error calls it."""
+        """Return what an error calls it."""
         inside = f" of {class_name(self.module)} at {self.name!r}" if self.module is not None else ""
         return f"{self.op}{inside} ({self.line})"
 
@@ -181,13 +188,13 @@ class Calls:
         self._starts, self._nodes = [start for start, _ in blocks], [node for _, node in blocks]
 
     def maker(self, label: float) -> Node | None:
-        """The call whose results have a label among them; ``None`` for an input, or a constant."""
+        """Return the call whose results have a label among them; ``None`` for an input, or a constant."""
         at = bisect_right(self._starts, abs(label)) - 1
         node = self._nodes[at] if at >= 0 else None
         return node if node is not None and abs(label) < node.start + node.size else None
 
     def makers(self, labels: Tensor) -> list[Node] | None:
-        """The calls that made values; ``None`` if some of these are inputs."""
+        """Return the calls that made values; ``None`` if some of these are inputs."""
         left, found = labels[labels != 0].abs(), []
         while left.numel():
             node = self.maker(float(left[0]))
@@ -198,7 +205,7 @@ class Calls:
         return found
 
     def whole(self, labels: Tensor) -> Node | None:
-        """The call whose first result values are: all of it and in its order, in whatever shape."""
+        """Return the call whose whole first result these values are, in its order and in whatever shape."""
         node = self.maker(float(labels.reshape(-1)[0])) if labels.numel() else None
         if node is None or math.prod(node.outputs[0][1]) != labels.numel():
             return None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.nn.linalg.precision import coarsest_dtype
-from trysquare.verify.lipschitz.graph import Node, NoRuleError, Value, class_name
+from trysquare.verify.lipschitz.graph import Node, NoRuleError, Shape, Value, class_name
 from trysquare.verify.lipschitz.rules import Weights, _shares, scaled
 from trysquare.verify.lipschitz.trace import calls_are_torchs_own
 from trysquare.verify.operators import as_defined, has_hooks, remember
@@ -62,7 +62,7 @@ def leaf(*classes: type[nn.Module], when: Callable[[Any], bool] = lambda module:
 
 
 def find_rule(module: nn.Module) -> LeafRule | None:
-    """The rule of a module that computes what its class does, and nothing around it."""
+    """Return the rule of a module that computes what its class does, and nothing around it."""
     for base in type(module).__mro__:
         if base in _LEAVES:
             function, when = _LEAVES[base]
@@ -92,7 +92,7 @@ def input_dtype() -> torch.dtype:
 
 
 def leaf_constants(node: Node) -> list[float]:
-    """The constants of a leaf, one for each input.
+    """Return the constants of a leaf, one for each input.
 
     Raises:
         ValueError: if its rule gives something else.
@@ -121,7 +121,7 @@ def _asked(node: Node) -> list[float]:
 
 
 @torch.no_grad()
-def _refuse_steeper(module: nn.Module, shapes: list[Any], constants: list[float], dtype: torch.dtype) -> None:
+def _refuse_steeper(module: nn.Module, shapes: list[Shape], constants: list[float], dtype: torch.dtype) -> None:
     """Refuse a block of ours that a few random inputs show not to be what its theorem is about.
 
     ``as_defined`` compares its methods; somebody may have changed what these call.
@@ -145,12 +145,12 @@ _PAIRS = 4
 
 
 def leaf_terms(node: Node) -> list[tuple[Value, float]]:
-    """The inputs of a leaf, whose changes add up."""
+    """Return the inputs of a leaf, whose changes add up."""
     return list(zip(node.args["inputs"], leaf_constants(node), strict=True))
 
 
 def leaf_weights(node: Node, given: list[Tensor]) -> Weights:
-    """The largest weight of each sample, times the constant of each input."""
+    """Return the largest weight of each sample, times the constant of each input."""
     terms, batch = leaf_terms(node), given[0].shape[0] if given[0].ndim else 0
     if any(value.labels.ndim == 0 or value.labels.shape[0] != batch for value, _ in terms):
         raise NoRuleError(f"{class_name(node.module)} changes the size of the batch, which its rule is not about")

@@ -32,7 +32,7 @@ def lipschitz_lower_bound(
     ascent_steps: int = 5,
     seconds: float | None = None,
 ) -> float:
-    """Largest slope seen: a lower bound on the l2 Lipschitz constant of a network in eval mode.
+    """Return the largest slope seen: a lower bound on the l2 Lipschitz constant of a network in eval mode.
 
     At each input, power iteration on ``Jᵀ J`` by Jacobian-vector and vector-Jacobian products finds the direction that
     is amplified most. The inputs then climb: along the gradient of that amplification, or, where the network is
@@ -124,7 +124,7 @@ def _without_history(model: nn.Module) -> Iterator[None]:
 
 
 def _norms(x: Tensor) -> Tensor:
-    """Norm of each sample, shaped to divide the batch."""
+    """Return the norm of each sample, shaped to divide the batch."""
     return x.flatten(1).norm(dim=1).view(-1, *(1,) * (x.ndim - 1))
 
 
@@ -196,7 +196,7 @@ class _Jacobian:
         return back
 
     def most_amplified(self, direction: Tensor, steps: int) -> Tensor:
-        """The direction at each input that is amplified most, as far as power iteration from ``direction`` finds it."""
+        """Return the direction at each input that is amplified most, as power iteration from ``direction`` finds it."""
         direction = _unit(direction)
         for _ in range(steps):
             back = self.pull(_unit(self.push(direction)))

@@ -8,12 +8,13 @@ certified bound of what they are. What is added here is whether a layer may be t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
 from trysquare.nn.layers.activations import MONOTONE, with_slopes_in_unit_interval
+from trysquare.nn.layers.conv import OrthogonalConvolution
+from trysquare.nn.linalg.operator import LipschitzLayer
 from trysquare.nn.linalg.precision import coarsest_dtype
 from trysquare.torch_internals import hooks_of
 from trysquare.verify.lipschitz.checks import input_like
@@ -28,8 +29,8 @@ def _sets_no_weight(layer: nn.Module) -> bool:
     return not hooks_of(layer)[0]
 
 
-def block(layer: Any, shape: Shape) -> float:
-    """The constant that the layer gives itself, if the activation in it is what its theorem is about."""
+def block(layer: LipschitzLayer, shape: Shape) -> float:
+    """Return the constant that the layer gives itself, if the activation in it is what its theorem is about."""
     if isinstance(inner := getattr(layer, "activation", None), nn.Module):
         activation = with_slopes_in_unit_interval(inner)
         known = next(cls for cls in type(activation).__mro__ if cls.__module__.startswith("torch.nn.modules"))
@@ -42,14 +43,14 @@ def block(layer: Any, shape: Shape) -> float:
 
 
 def linear_layer(layer: nn.Module, shape: Shape) -> float:
-    """The certified spectral norm of a layer that computes what its weight says, as a random input shows."""
+    """Return the certified spectral norm of a layer that computes what its weight says, as a random input shows."""
     operator = read_layer(layer, shape)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, *shape, generator=generator, dtype=torch.float64)
     layer_input = x.to(input_like(layer))
     with torch.no_grad():
         found = layer(layer_input).double().cpu()
-        bias: Any = layer.bias
+        bias = getattr(layer, "bias", None)
         shift = 0.0 if bias is None else bias.detach().double().cpu().view(-1, *(1,) * len(operator.axes))
     expected = operator.transpose(x) if operator.transposed else operator.apply(x)
     if operator.transposed:
@@ -62,7 +63,7 @@ def linear_layer(layer: nn.Module, shape: Shape) -> float:
     return norm_range(operator, lowest=False)[1]
 
 
-def _makes_several_calls(layer: Any) -> bool:
+def _makes_several_calls(layer: OrthogonalConvolution) -> bool:
     """Whether a pass makes several calls, which add up to less than each of them could be."""
     return not layer.is_one_call
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ _PAIRS = {
 
 
 def recognised(nodes: list[Node], blocks: bool = True) -> tuple[list[Node], dict[int, int]]:
-    """The same calls with patterns replaced, and for each call, by its ``id``, where it went.
+    """Return the same calls with patterns replaced, and for each call, by its ``id``, where it went.
 
     Args:
         nodes: in the order in which they ran.
@@ -65,7 +64,7 @@ def recognised(nodes: list[Node], blocks: bool = True) -> tuple[list[Node], dict
 
 
 def _key(node: Node) -> int:
-    """The same number for two calls that may be a pair."""
+    """Return the same number for two calls that may be a pair."""
     return min(int(v.labels.flatten()[0].abs()) if v.labels.numel() else 0 for v in node.values)
 
 
@@ -83,7 +82,7 @@ def _are_pair(first: Node, second: Node) -> bool:
 
 
 def _as_extremum(node: Node, calls: Calls) -> Node:
-    """The larger or the smaller of two, if that is what a choice by comparison makes."""
+    """Return the larger or the smaller of two, if that is what a choice by comparison makes."""
     condition, a, b = node.args["condition"], node.args["self"], node.args["other"]
     compared = calls.whole(condition.labels)
     if (
@@ -105,7 +104,7 @@ def _as_extremum(node: Node, calls: Calls) -> Node:
 
 
 def _as_centering(node: Node, calls: Calls) -> Node:
-    """A projection, if what is taken off is the mean of the same numbers."""
+    """Return a projection, if what is subtracted is the mean of the same numbers."""
     value, mean = node.args["self"], node.args["other"]
     if not isinstance(value, Value) or not isinstance(mean, Value) or node.args.get("alpha", 1) != 1:
         return node
@@ -124,18 +123,18 @@ def _as_centering(node: Node, calls: Calls) -> Node:
     return replace(node, op="centering", args={"self": value, "dim": axes}, inner=[made, node], inner_labels=[labels])
 
 
-def _alike(first: Any, second: Any, shape: Iterable[int]) -> bool:
+def _alike(first: Value | Tensor | float, second: Value | Tensor | float, shape: Iterable[int]) -> bool:
     """Whether two arguments are the same numbers."""
-    if isinstance(first, Value) != isinstance(second, Value):
-        return False
     size = tuple(shape)
-    if isinstance(first, Value):
+    if isinstance(first, Value) and isinstance(second, Value):
         # The first label already tells most pairs apart.
         one, two = (value.labels.expand(size) for value in (first, second))
         return torch.equal(one.flatten()[:1], two.flatten()[:1]) and torch.equal(one, two) and bool((one != 0).all())
+    if isinstance(first, Value) or isinstance(second, Value):
+        return False
     one, two = (_as_tensor(value).expand(size) for value in (first, second))
     return torch.equal(one, two)
 
 
-def _as_tensor(value: Any) -> Tensor:
+def _as_tensor(value: Tensor | float) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64)

@@ -102,4 +102,4 @@ def _at(node: Node, number: float) -> Tensor:
     args = {name: v.cpu().double() if isinstance(v, Tensor) else v for name, v in node.args.items()}
     name = next(name for name, value in args.items() if isinstance(value, Value))
     result = getattr(torch.ops.aten, node.op)(**args | {name: torch.tensor(number, dtype=torch.float64)})
-    return result[0] if isinstance(result, tuple) else result  # type: ignore[no-any-return]
+    return result[0] if isinstance(result, tuple) else result

@@ -11,9 +11,10 @@ from __future__ import annotations
 import linecache
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trysquare import torch_internals
 from trysquare.nn.linalg.precision import at_least_float32
-from trysquare.verify.lipschitz.graph import Frame, Graph, Node, NoRuleError, Shape, Value
+from trysquare.torch_internals import Args, Kwargs, Operator
+from trysquare.verify.lipschitz.graph import Arguments, Frame, Graph, Node, NoRuleError, Shape, Value
 
 # Calls that move numbers, leave some out, repeat them or put constants beside them, and compute nothing.
 MOVES = frozenset(
@@ -58,13 +60,17 @@ class Slot:
     number: int
 
 
+Change = Callable[[str, Any], object]
+"""What to put in place of a leaf of an argument, from the name of the argument and the leaf."""
+
+
 @dataclass(eq=False)
 class Step:
     """A call of ATen on values, without side effects.
 
     Attributes:
         op: its name without the overload; ``"leaf"`` where a module that has a rule returns its result.
-        func: the function of torch; ``None`` for a leaf, whose one argument is its result.
+        operator: the function of torch; ``None`` for a leaf, whose one argument is its result.
         args: arguments, with a ``Slot`` for each value, and constants as they were at the time of the call.
         kwargs: the same by name.
         dtype: of its first value.
@@ -73,38 +79,48 @@ class Step:
     """
 
     op: str
-    func: Any
-    args: Any
-    kwargs: Any
+    operator: Operator | None
+    args: Args
+    kwargs: Kwargs
     dtype: torch.dtype
     results: list[Slot] = field(default_factory=list)
     node: Node | None = None
+
+    @property
+    def func(self) -> Operator:
+        """The function of torch, of a step that is no leaf."""
+        assert self.operator is not None
+        return self.operator
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the arguments of the function."""
+        return [argument.name for argument in self.func._schema.arguments]
 
     @property
     def slots(self) -> list[Slot]:
         """The values that it takes."""
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Slot)]
 
-    def arguments(self, change: Callable[[str, Any], Any]) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, change: Change) -> tuple[list[Any], Kwargs]:
         """Arguments with each leaf changed, given its name."""
-        names = [argument.name for argument in self.func._schema.arguments]
-        args = [tree_map(lambda leaf, n=n: change(n, leaf), arg) for n, arg in zip(names, self.args, strict=False)]
+        args = [tree_map(lambda leaf, n=n: change(n, leaf), arg) for n, arg in zip(self.names, self.args, strict=False)]
         return args, {n: tree_map(lambda leaf, n=n: change(n, leaf), arg) for n, arg in self.kwargs.items()}
 
-    def named(self, change: Callable[[str, Any], Any]) -> dict[str, Any]:
-        """The same, all of them by name."""
+    def named(self, change: Change) -> Arguments:
+        """Return the same, all of them by name."""
         args, kwargs = self.arguments(change)
-        return dict(zip((argument.name for argument in self.func._schema.arguments), args, strict=False)) | kwargs
+        return dict(zip(self.names, args, strict=False)) | kwargs
 
-    def move(self, payload: Callable[[Any], Tensor], number: Callable[[float], float]) -> Any:
+    def move(self, payload: Callable[[Slot | Tensor], Tensor], number: Callable[[float], float]) -> object:
         """Carry out a call that moves numbers on something else in their place.
 
         Args:
-            payload: what is in the place of a value (a ``Slot``) or a constant tensor.
-            number: what is in the place of a number that is written.
+            payload: what is in place of a value (a ``Slot``) or a constant tensor.
+            number: what is in place of a number that is written.
         """
 
-        def change(name: str, leaf: Any) -> Any:
+        def change(name: str, leaf: object) -> object:
             if isinstance(leaf, Tensor) and name in NOT_NUMBERS:
                 return leaf.cpu()
             if isinstance(leaf, Tensor | Slot):
@@ -143,12 +159,12 @@ class Recorded(Tensor):
         made = torch_internals.without_memory(cls, numbers)
         made.recorder, made.numbers, made.labels = recorder, numbers, labels
         made.slot, recorder.slots = Slot(recorder.slots), recorder.slots + 1
-        return made  # type: ignore[no-any-return]
+        return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         recorder = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Recorded)).recorder
         before, recorder.busy = recorder.busy, True
         try:
@@ -180,22 +196,22 @@ class Recorder:
         self.modules: dict[int, tuple[Value, Value]] = {}
         self.inputs: list[tuple[int, Shape]] = []
         self.slots, self.next_label = 0, 1
-        self._constants: dict[Any, Tensor] = {}
+        self._constants: dict[tuple[object, ...], Tensor] = {}
 
     def new_input(self, numbers: Tensor) -> Recorded:
-        """A value that everything else is made from."""
+        """Return a value that everything else is made from."""
         start, self.next_label = self.next_label, self.next_label + numbers.numel()
         self.inputs.append((start, tuple(numbers.shape)))
         labels = torch.arange(start, self.next_label, dtype=torch.float64).view(numbers.shape)
         return Recorded(self, numbers.clone(), labels)
 
-    def graph(self, result: Any, tokens: bool) -> Graph:
-        """What was recorded, for what the model returned."""
+    def graph(self, result: object, tokens: bool) -> Graph:
+        """Return what was recorded, for what the model returned."""
         values = tree_map(lambda leaf: Value(leaf.labels) if isinstance(leaf, Recorded) else leaf, result)
         slots = tree_map(lambda leaf: leaf.slot if isinstance(leaf, Recorded) else leaf, result)
         return Graph(self.nodes, self.inputs, values, tokens, self.modules, self.steps, slots)
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def call(self, func: Operator, args: Args, kwargs: Kwargs) -> object:
         """Carry out a call on numbers and labels, and note it as a step."""
         op = name_of(func)
         args, kwargs = tree_map(self._as_now, (args, kwargs))
@@ -229,7 +245,7 @@ class Recorder:
         return tree_map(lambda leaf: next(left) if isinstance(leaf, Tensor) else leaf, numbers)
 
     def leaf(self, inputs: list[Recorded], result: Recorded, inner: list[Node]) -> Recorded:
-        """The result of a module that has a rule, as new variables."""
+        """Return the result of a module that has a rule, as new variables."""
         about = {"inputs": [Value(v.labels) for v in inputs], "shapes": [tuple(v.shape) for v in inputs]}
         node = self._new_node("leaf", about | {"dtype": inputs[0].dtype}, [result])
         node.inner, node.inner_labels = inner, [result.labels]
@@ -244,7 +260,7 @@ class Recorder:
         self.nodes.append(Node(op, args, [], [], self.dtype, tuple(self.path), user_line(), moves=True))
 
     def _node(self, step: Step, values: list[Recorded], made: list[Tensor]) -> Node:
-        """A call that computes."""
+        """Return a call that computes."""
         jumps = [v for v in values if not v.is_floating_point()]
         if jumps and not self.inside and step.op not in ("embedding", "where"):
             if any(v.dtype != torch.bool for v in jumps):
@@ -263,7 +279,7 @@ class Recorder:
         named = step.named(lambda _, leaf: Value(known[leaf]) if isinstance(leaf, Slot) else leaf)
         return self._new_node(step.op, named, made)
 
-    def _new_node(self, op: str, args: dict[str, Any], made: list[Tensor]) -> Node:
+    def _new_node(self, op: str, args: Arguments, made: list[Tensor]) -> Node:
         outputs = []
         for part in made:
             outputs.append((self.next_label, tuple(part.shape)))
@@ -272,8 +288,8 @@ class Recorder:
         self.nodes.append(Node(op, args, outputs, floating, made[0].dtype, tuple(self.path), user_line()))
         return self.nodes[-1]
 
-    def _as_now(self, leaf: Any) -> Any:
-        """A constant as it is now, since it may be written to later; everything else as it is."""
+    def _as_now(self, leaf: object) -> object:
+        """Return a constant as it is now, since it may be written to later; everything else as it is."""
         if not isinstance(leaf, Tensor) or isinstance(leaf, Recorded):
             return leaf
         if leaf.layout != torch.strided or leaf.is_meta:
@@ -285,7 +301,7 @@ class Recorder:
             known = self._constants[key] = plain.clone()
         return known
 
-    def _check_results(self, op: str, func: Any, value: Recorded, made: list[Tensor]) -> None:
+    def _check_results(self, op: str, func: Operator, value: Recorded, made: list[Tensor]) -> None:
         if op == "view" and func._overloadname == "dtype":
             raise NoRuleError(f"it reads the same bits as other numbers ({user_line()}), which is not Lipschitz")
         if any(part.is_complex() for part in made) and not self.inside:
@@ -343,8 +359,8 @@ def _only_moves(step: Step, value: Tensor, made: Tensor) -> bool:
 
 
 @cache
-def name_of(func: Any) -> str:
-    """The name of a function without its overload.
+def name_of(func: Operator) -> str:
+    """Return the name of a function without its overload.
 
     Rules are about ATen's own functions: one of somebody else's may have any name, and keeps its namespace.
     """
@@ -356,7 +372,7 @@ def _zeros(constant: Tensor) -> Tensor:
     return torch.zeros(constant.shape, dtype=torch.float64)
 
 
-def _numbers(leaf: Any) -> Any:
+def _numbers(leaf: object) -> object:
     return leaf.numbers if isinstance(leaf, Recorded) else leaf
 
 
@@ -371,13 +387,13 @@ def same_numbers(one: Tensor, two: Tensor) -> bool:
 
 
 def layout(tensor: Tensor) -> list[int]:
-    """The strides that matter."""
+    """Return the strides that matter."""
     return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 def user_line(error: BaseException | None = None) -> str:
     """File, line and source of the innermost code of the model that is neither torch's nor ours."""
-    frame: Any = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     if error is not None:  # where it was raised
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
@@ -391,5 +407,5 @@ def user_line(error: BaseException | None = None) -> str:
     return "inside of torch"
 
 
-def _module(frame: Any) -> str:
+def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))

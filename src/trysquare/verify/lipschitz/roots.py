@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
-from trysquare.verify.lipschitz.graph import Calls, Node, Value
+from trysquare.verify.lipschitz.graph import Arguments, Calls, Node, Value
 from trysquare.verify.lipschitz.rules import RULES, Rule, Weights, largest, readings, size_of
 
 _UP = 1 + 2.0**-40
@@ -34,7 +33,7 @@ _VANISHED = 2.0**-340
 
 
 def as_root(node: Node, calls: Calls) -> Node:
-    """A node ``root`` with what leads from squares to it inside, if that is what a power or a root is."""
+    """Return a node ``root`` with what leads from squares to it inside, if that is what a power or a root is."""
     if node.op == "pow" and not _is_number(node.args.get("exponent"), 0.5):
         return node
     steps: dict[int, Node] = {}
@@ -48,7 +47,7 @@ def as_root(node: Node, calls: Calls) -> Node:
     return replace(node, op="root", args={"self": value}, inner=[steps[start] for start in sorted(steps)])
 
 
-def _is_number(value: Any, number: float) -> bool:
+def _is_number(value: object, number: float) -> bool:
     return isinstance(value, int | float) and value == number
 
 
@@ -70,7 +69,7 @@ def _leads_to_squares(labels: Tensor, calls: Calls, steps: dict[int, Node]) -> b
 
 
 def _step(node: Node, calls: Calls) -> Node | None:
-    """A call as one of few kinds, ``None`` if it is something else."""
+    """Return a call as one of few kinds, ``None`` if it is something else."""
     if len(node.outputs) != 1:
         return None
     if node.op == "pow" and _is_number(node.args.get("exponent"), 2) and isinstance(node.args["self"], Value):
@@ -111,7 +110,7 @@ def _factors_are_positive(node: Node) -> bool:
 
 
 def root_weights(node: Node, given: list[Tensor]) -> Weights:
-    """Weights on the numbers that are squared."""
+    """Return weights on the numbers that are squared."""
     waiting = {step.start: torch.zeros(step.outputs[0][1], dtype=torch.float64) for step in node.inner}
     found: Weights = []
 
@@ -137,22 +136,22 @@ def root_weights(node: Node, given: list[Tensor]) -> Weights:
     return found
 
 
-def _times(weights: Tensor, factor: Any) -> Tensor:
-    """The product, at least the smallest normal number where neither is 0."""
+def _times(weights: Tensor, factor: Tensor | float) -> Tensor:
+    """Return the product, at least the smallest normal number where neither is 0."""
     size = torch.as_tensor(factor, dtype=torch.float64)
     return torch.where((weights > 0) & (size > 0), (weights * size).clamp_min(_TINY), 0.0)
 
 
 def _transposed(step: Node, weights: Tensor) -> Tensor:
-    """The transpose of a sum, mean or average: what autograd makes of it."""
+    """Return the transpose of a sum, mean or average: what autograd makes of it."""
     with torch.enable_grad():
         numbers = torch.zeros(step.values[0].labels.shape, dtype=torch.float64, requires_grad=True)
-        options: dict[str, Any] = {n: v for n, v in step.args.items() if not isinstance(v, Value) and n != "dtype"}
+        options: Arguments = {n: v for n, v in step.args.items() if not isinstance(v, Value) and n != "dtype"}
         result = getattr(torch.ops.aten, step.op)(numbers, **options)
         return torch.autograd.grad(result, numbers, weights)[0]
 
 
-def _factors(step: Node) -> list[tuple[Value, Any]]:
+def _factors(step: Node) -> list[tuple[Value, Tensor | float]]:
     a, b = step.args["self"], step.args["other"]
     if step.op == "add":
         both = (a, 1.0), (b, largest(step.args.get("alpha", 1), step.dtype))
@@ -163,12 +162,12 @@ def _factors(step: Node) -> list[tuple[Value, Any]]:
     return [(a, largest(b, step.dtype))] if isinstance(a, Value) else [(b, largest(a, step.dtype))]
 
 
-def _root_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
-    """The root itself."""
+def _root_rounding(args: Arguments, out: list[Tensor]) -> float:
+    """Return the root itself."""
     return 16 * UNIT_ROUNDOFF * size_of(out[0])
 
 
-def _root_errors(args: dict[str, Any], out: list[Tensor]) -> float:
+def _root_errors(args: Arguments, out: list[Tensor]) -> float:
     """Sums of squares have small relative errors, whatever they add up; squares below 2^-1022 vanish."""
     return _RELATIVE_ERROR * size_of(out[0]) + _VANISHED * math.sqrt(out[0].numel())
 

@@ -15,10 +15,10 @@ how far its result in float64 may be from the exact one. Norms are certified in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +28,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from trysquare.nn.linalg.bounds import SingularValueRange, normalized, rescaled_up, singular_value_range
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
-from trysquare.verify.lipschitz.graph import ANY, Node, NoRuleError, Value, class_name
+from trysquare.verify.lipschitz.graph import ANY, Arguments, Node, NoRuleError, Value, class_name
 from trysquare.verify.operators import Axis, LinearOperator, checked_weight
 from trysquare.verify.spectrum import norm_range
 
 # Labels of an input, and the weights on them.
 Weights = list[tuple[Tensor, Tensor]]
+T = TypeVar("T")
 _UP = 1 + 2.0**-48
 _TINY = 2.0**-1022
 _SMOOTH_THRESHOLD = 20
@@ -62,8 +63,8 @@ class Rule:
     isometric: bool = False
     monotone: Callable[[Node], bool] | None = None
     terms: Callable[[Node], list[tuple[Value, float]]] | None = None
-    rounding: Callable[[dict[str, Any], list[Tensor]], float] | None = None
-    jumps: Callable[[dict[str, Any], list[Tensor]], float] | None = None
+    rounding: Callable[[Arguments, list[Tensor]], float] | None = None
+    jumps: Callable[[Arguments, list[Tensor]], float] | None = None
 
 
 RULES: dict[str, Rule] = {}
@@ -82,7 +83,7 @@ def _on(names: str, **about: Any) -> Callable[[Callable[..., Weights]], Callable
 # -- arithmetic of weights: rounded up, and never to zero
 
 
-def scaled(weights: Tensor, factor: Any) -> Tensor:
+def scaled(weights: Tensor, factor: Tensor | float) -> Tensor:
     """``weights * factor²``: at least the smallest normal number where neither is 0, and 0 where one of them is."""
     size = torch.as_tensor(factor, dtype=torch.float64).abs()
     made = weights * size * size * _UP
@@ -90,13 +91,13 @@ def scaled(weights: Tensor, factor: Any) -> Tensor:
     return torch.where(nothing, 0.0, made.nan_to_num(math.inf, math.inf).clamp_min(_TINY))
 
 
-def readings(value: Any, dtype: torch.dtype) -> Tensor:
+def readings(value: Tensor | float, dtype: torch.dtype) -> Tensor:
     """Absolute values of a constant as it is and as arithmetic in ``dtype`` may round it, in float64."""
     return signed_readings(value, dtype).abs()
 
 
-def signed_readings(value: Any, dtype: torch.dtype) -> Tensor:
-    """A constant as it is and as arithmetic in ``dtype`` may round it, in float64."""
+def signed_readings(value: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """Return a constant as it is and as arithmetic in ``dtype`` may round it, in float64."""
     exact = value.detach().cpu().double() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
     if not bool(exact.isfinite().all()):
         raise ValueError("a constant is not finite: the network has no Lipschitz constant")
@@ -104,18 +105,18 @@ def signed_readings(value: Any, dtype: torch.dtype) -> Tensor:
     return torch.stack([exact, *(torch.where(r.isfinite(), r, exact) for r in rounded)])
 
 
-def largest(value: Any, dtype: torch.dtype) -> Tensor:
+def largest(value: Tensor | float, dtype: torch.dtype) -> Tensor:
     """Entry by entry the larger reading of a constant factor."""
     return readings(value, dtype).amax(0)
 
 
-def _each(value: Any, dims: int) -> tuple[Any, ...]:
+def _each(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
     values = tuple(value) if isinstance(value, list | tuple) else (value,)
     return values * dims if len(values) == 1 else values
 
 
-def _spread(value: Any, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels of an input that broadcasting copied to the shape of the weights."""
+def _spread(value: Value, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return labels of an input that broadcasting copied to the shape of the weights."""
     return value.labels.expand(weights.shape), weights
 
 
@@ -147,7 +148,7 @@ def size_of(tensor: Tensor) -> float:
 
 
 def _flat(tensor: Tensor) -> Tensor | None:
-    """The numbers in the order of memory, without a copy; ``None`` if there is no such order."""
+    """Return the numbers in the order of memory, without a copy; ``None`` if there is no such order."""
     if tensor.is_contiguous():
         return tensor.reshape(-1)
     if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
@@ -160,7 +161,7 @@ def _flat(tensor: Tensor) -> Tensor | None:
 _STEEP = "slope up to {bound}: use a 1-Lipschitz one"
 
 
-def _function_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+def _function_rounding(args: Arguments, out: list[Tensor]) -> float:
     """Functions of one number are right to a few units in the last place of argument and result."""
     sizes = [size_of(t) for t in (*out[:1], *args.values()) if isinstance(t, Tensor) and t.is_floating_point()]
     return 16 * UNIT_ROUNDOFF * (sum(sizes) + math.sqrt(out[0].numel()))
@@ -237,7 +238,7 @@ def _softplus_jump(beta: float, threshold: float) -> float:
     return math.exp(-threshold) / abs(beta) if beta else math.inf
 
 
-def _softplus_jumps(args: dict[str, Any], out: list[Tensor]) -> float:
+def _softplus_jumps(args: Arguments, out: list[Tensor]) -> float:
     """Each number may jump at both points that are compared."""
     jump = _softplus_jump(args.get("beta", 1), args.get("threshold", _SMOOTH_THRESHOLD))
     return 4 * jump * math.sqrt(out[0].numel())
@@ -272,8 +273,8 @@ def _terms_of_sum(node: Node) -> list[tuple[Value, float]]:
     return [(node.args[name], c) for name, c in factors.items() if isinstance(node.args[name], Value)]
 
 
-def _sum_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
-    """One rounding of the sum, and one of each term that is multiplied."""
+def _sum_rounding(args: Arguments, out: list[Tensor]) -> float:
+    """Return one rounding of the sum, and one of each term that is multiplied."""
     error = 4 * UNIT_ROUNDOFF * size_of(out[0])
     if args.get("alpha", 1) == 1 and "weight" not in args:
         return error
@@ -281,7 +282,7 @@ def _sum_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
     return error + 2 * UNIT_ROUNDOFF * (abs(args.get("alpha", 1)) + 1) * sum(terms)
 
 
-def _tensors(args: dict[str, Any]) -> list[Tensor]:
+def _tensors(args: Arguments) -> list[Tensor]:
     return [value for value in args.values() if isinstance(value, Tensor)]
 
 
@@ -321,7 +322,7 @@ def _shares(node: Node, terms: list[tuple[Value, float]]) -> list[float]:
     return [sum(sizes) / size * _UP for size in sizes]
 
 
-def _product_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+def _product_rounding(args: Arguments, out: list[Tensor]) -> float:
     return 2 * UNIT_ROUNDOFF * size_of(out[0]) + math.sqrt(out[0].numel()) * _TINY
 
 
@@ -484,7 +485,7 @@ def logsumexp(node: Node, given: list[Tensor]) -> Weights:
     return _reduced(node, given[0], lambda w, axes: w)
 
 
-def _logsumexp_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+def _logsumexp_rounding(args: Arguments, out: list[Tensor]) -> float:
     """As a function of one number, and the roundings of the sum, which are relative to it."""
     length = next(t for t in args.values() if isinstance(t, Tensor)).numel() / max(1, out[0].numel())
     return _function_rounding(args, out) + 4 * (length + 8) * UNIT_ROUNDOFF * math.sqrt(out[0].numel())
@@ -502,7 +503,7 @@ def vector_norm(node: Node, given: list[Tensor]) -> Weights:
     return _reduced(node, given[0], lambda w, axes: w)
 
 
-def _length_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+def _length_rounding(args: Arguments, out: list[Tensor]) -> float:
     value = next(t for t in args.values() if isinstance(t, Tensor))
     length = value.numel() / max(1, out[0].numel())
     # Squares of a norm that are below 2^-1022 vanish, and large ones overflow.
@@ -543,7 +544,7 @@ def running_total(node: Node, given: list[Tensor]) -> Weights:
     return [(labels, scaled(weights.amax(axis, keepdim=True), norm).expand(labels.shape))]
 
 
-def _running_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+def _running_rounding(args: Arguments, out: list[Tensor]) -> float:
     """Each of ``n`` sums has fewer than ``n`` roundings of sums of absolute values."""
     value = args["self"]
     length = value.shape[args["dim"]] if value.ndim else 1
@@ -554,9 +555,9 @@ def _running_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
 _ADDED = {"index_add": "source", "scatter_add": "src", "index_put": "values"}
 
 
-def _number_of_terms(op: str, args: dict[str, Any], parts: dict[str, Tensor]) -> Tensor:
-    """The same call on other numbers: on ones and zeros, how many of the ones are added up at each position."""
-    numbers: dict[str, Any] = {name: value for name, value in args.items() if name != "alpha"}
+def _number_of_terms(op: str, args: Arguments, parts: dict[str, Tensor]) -> Tensor:
+    """Return the same call on other numbers: on ones and zeros, how many of the ones are added up at each position."""
+    numbers: Arguments = {name: value for name, value in args.items() if name != "alpha"}
     if op == "scatter_add":  # an index may be shorter than what it adds, of which autograd wants to know nothing
         parts = parts | {"src": parts["src"][tuple(map(slice, args["index"].shape))]}
     return getattr(torch.ops.aten, op)(
@@ -579,7 +580,7 @@ def added(node: Node, given: list[Tensor]) -> Weights:
         }
         terms = _number_of_terms(node.op, node.args, parts)
         back = torch.autograd.grad(terms, list(parts.values()), scaled(given[0], terms.detach().sqrt() * _UP))
-    factors: dict[str, Any] = {"self": 1.0, source: largest(node.args.get("alpha", 1), node.dtype)}
+    factors: Arguments = {"self": 1.0, source: largest(node.args.get("alpha", 1), node.dtype)}
     return [
         (node.args[name].labels, scaled(weights, factors[name] * _UP))
         for name, weights in zip(parts, back, strict=True)
@@ -587,12 +588,12 @@ def added(node: Node, given: list[Tensor]) -> Weights:
     ]
 
 
-def _shape(argument: Any) -> torch.Size:
+def _shape(argument: Value | Tensor) -> torch.Size:
     return argument.labels.shape if isinstance(argument, Value) else argument.shape
 
 
-def _added_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
-    """A rounding for each number that is added at a position."""
+def _added_rounding(args: Arguments, out: list[Tensor]) -> float:
+    """Return a rounding for each number that is added at a position."""
     op, source = next((op, name) for op, name in _ADDED.items() if name in args)
     ones = {name: torch.ones(args[name].shape, dtype=torch.float64) for name in ("self", source)}
     terms = float(_number_of_terms(op, args, ones).max()) if out[0].numel() else 0.0
@@ -603,7 +604,7 @@ def _added_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
 
 
 def _reduced(node: Node, weights: Tensor, along: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Weights:
-    """Weights of a result for each of the numbers along the axes that it is made from."""
+    """Return weights of a result for each of the numbers along the axes that it is made from."""
     value = node.values[0]
     ndim = value.labels.ndim
     dims = node.args.get("dim", -1 if node.op in ("sort", "topk", "kthvalue") else None)
@@ -643,7 +644,7 @@ def log_softmax(node: Node, given: list[Tensor]) -> Weights:
     return [(node.values[0].labels, scaled(given[0].amax(axis, keepdim=True), root).expand(given[0].shape))]
 
 
-def _softmax_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+def _softmax_rounding(args: Arguments, out: list[Tensor]) -> float:
     value = next(t for t in args.values() if isinstance(t, Tensor))
     length = value.shape[args["dim"]] + 32
     spread = 1 + float(value.abs().max()) if value.numel() else 1.0
@@ -661,8 +662,8 @@ def matrix_norm(matrix: Tensor) -> float:
     return rescaled_up(singular_value_range([exact[None]], lowest=False)[1], exponent)
 
 
-def _once(node: Node, key: Tensor, compute: Callable[[], Any]) -> Any:
-    """A certified norm, computed once for each profile of weights."""
+def _once(node: Node, key: Tensor, compute: Callable[[], T]) -> T:
+    """Return a certified norm, computed once for each profile of weights."""
     name = key.numpy().tobytes()
     if name not in node.norms:
         node.norms[name] = compute()
@@ -670,7 +671,7 @@ def _once(node: Node, key: Tensor, compute: Callable[[], Any]) -> Any:
 
 
 def _through_matrix(node: Node, matrix: Tensor, rows: Tensor, number: int = 0) -> Tensor:
-    """Weights ``(rows, m)`` on ``x @ matrix`` to one for each row of ``x``: the norm with weighted columns.
+    """Return weights ``(rows, m)`` on ``x @ matrix`` to one for each row of ``x``: the norm with weighted columns.
 
     Each row is bounded by its largest weight; what columns have less of that in every row makes them shorter.
     """
@@ -682,13 +683,14 @@ def _through_matrix(node: Node, matrix: Tensor, rows: Tensor, number: int = 0) -
     return scaled(tops, _once(node, key, lambda: matrix_norm(matrix.detach().cpu().double() * weighted)))
 
 
-def _product_weights(node: Node, a: Any, b: Any, weights: Tensor) -> Weights:
+def _product_weights(node: Node, a: Value | Tensor, b: Value | Tensor, weights: Tensor) -> Weights:
     """``a @ b`` where one of the two is constant; ``(batch, n, k)`` and ``(batch, k, m)``."""
-    if isinstance(a, Value) and isinstance(b, Value):
-        raise NoRuleError("two values that depend on the input are multiplied with each other, as attention does")
     if isinstance(b, Value):
+        if isinstance(a, Value):
+            raise NoRuleError("two values that depend on the input are multiplied with each other, as attention does")
         flipped = Value(b.labels.mT)
         return [(labels.mT, w.mT) for labels, w in _product_weights(node, flipped, a.mT, weights.mT)]
+    assert isinstance(a, Value)
     constant, labels = b, a.labels
     if labels.ndim == 2:
         return [(labels, _through_matrix(node, constant, weights)[:, None].expand(labels.shape))]
@@ -709,7 +711,7 @@ _FACTORS = {
 }  # fmt: skip
 
 
-def _product_rounding_of(args: dict[str, Any], out: list[Tensor]) -> float:
+def _product_rounding_of(args: Arguments, out: list[Tensor]) -> float:
     """``γ_k |A| |B|``, and the bias."""
     # The names of the factors tell what kind of product it is.
     first, second, added = next(names for names in reversed(_FACTORS.values()) if {*names} - {None} <= args.keys())
@@ -744,7 +746,7 @@ def product(node: Node, given: list[Tensor]) -> Weights:
     return [*_product_weights(node, a, b, weights), *sums]
 
 
-def _unsqueezed(factor: Any, axis: int) -> Any:
+def _unsqueezed(factor: Value | Tensor, axis: int) -> Value | Tensor:
     return Value(factor.labels.unsqueeze(axis)) if isinstance(factor, Value) else factor.unsqueeze(axis)
 
 
@@ -756,7 +758,7 @@ def embedding(node: Node, given: list[Tensor]) -> Weights:
     return [(node.args["indices"].labels, _through_matrix(node, node.args["weight"], rows).view(given[0].shape[:-1]))]
 
 
-def _convolution_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+def _convolution_rounding(args: Arguments, out: list[Tensor]) -> float:
     """``γ_k |W| |x|`` with the norm of ``|W|`` by its row and column sums, and the bias."""
     kernel = args["weight"].abs().unflatten(0, (args["groups"], -1)).flatten(3)  # (groups, a, b, taps)
     rows, columns = (float(kernel.sum(axes).max()) for axes in ((2, 3), (1, 3)))
@@ -804,7 +806,7 @@ def _numbers(node: Node, dims: int) -> list[tuple[int, ...]]:
 
 
 def _plain_norm(node: Node, kernel: Tensor) -> tuple[Tensor, float | SingularValueRange]:
-    """Labels that a convolution reads, and its certified norm as a function of them.
+    """Return labels that a convolution reads, and its certified norm as a function of them.
 
     Zeros around the input and a circular extension of it, made by steps of their own, are part of the convolution: as a
     function of the input without them it has zero padding, or circular padding, of another size. Both are read off the
@@ -834,7 +836,7 @@ def _plain_norm(node: Node, kernel: Tensor) -> tuple[Tensor, float | SingularVal
 
 
 def _transposed_norm(node: Node, kernel: Tensor, ends: list[tuple[int, int]]) -> tuple[Tensor, float]:
-    """The same for a transposed convolution: the adjoint of the one from its output to its input.
+    """Return the same for a transposed convolution: the adjoint of the one from its output to its input.
 
     ``cut`` positions are left out at each end of its full output, by ``padding`` and because nobody uses them. The full
     output at ``t`` adds up what the inputs ``i`` with ``s i <= t < s i + e`` send there. If ``e - s`` positions or more
@@ -865,7 +867,7 @@ def _transposed_norm(node: Node, kernel: Tensor, ends: list[tuple[int, int]]) ->
 
 
 def constant_border(labels: Tensor, axis: int) -> tuple[int, int]:
-    """How many slices at both ends of an axis are constants."""
+    """Return how many slices at both ends of an axis are constants."""
     moving = (labels != 0).movedim(axis, 0).flatten(1).any(1).nonzero().flatten()
     if not len(moving):
         return 0, 0
@@ -873,7 +875,7 @@ def constant_border(labels: Tensor, axis: int) -> tuple[int, int]:
 
 
 def without_border(labels: Tensor) -> Tensor:
-    """What is between the constants at the ends of all axes but the first two."""
+    """Return what is between the constants at the ends of all axes but the first two."""
     for axis in range(2, labels.ndim):
         before, after = constant_border(labels, axis)
         labels = labels.narrow(axis, before, labels.shape[axis] - before - after)
@@ -881,7 +883,7 @@ def without_border(labels: Tensor) -> Tensor:
 
 
 def period(labels: Tensor, axis: int) -> int:
-    """The smallest shift along an axis that leaves the labels the same; the size of the axis if there is none."""
+    """Return the smallest shift along an axis that keeps the labels; the size of the axis if there is none."""
     size = labels.shape[axis]
     if not labels.numel():
         return size
@@ -898,7 +900,7 @@ _FOLDED_SIDE = 1024
 
 
 def _folded_norm(operator: LinearOperator, labels: Tensor) -> tuple[Tensor, float | SingularValueRange]:
-    """Norm of a convolution that may read numbers several times; exact for small ones, whatever they are."""
+    """Return the norm of a convolution that may read numbers several times; exact for small ones, whatever they are."""
     one = labels[0].flatten()
     read, inverse = one.abs().unique(return_inverse=True)
     once = len(read) == len(one)
@@ -938,7 +940,7 @@ def batch_norm(node: Node, given: list[Tensor]) -> Weights:
     return [(node.args["input"].labels, scaled(weights, scales.view(-1, *(1,) * (weights.ndim - 2))))]
 
 
-def batch_norm_scales(args: dict[str, Any]) -> Tensor:
+def batch_norm_scales(args: Arguments) -> Tensor:
     """Absolute scale of each channel of a normalisation by constants."""
     if args.get("training") or args.get("running_var") is None:
         raise NoRuleError(
@@ -955,7 +957,7 @@ def batch_norm_scales(args: dict[str, Any]) -> Tensor:
     return weight.abs() / (variance + eps).sqrt() * _UP
 
 
-def _normalisation_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+def _normalisation_rounding(args: Arguments, out: list[Tensor]) -> float:
     value, scales = args["input"], batch_norm_scales(args)
     copies = math.sqrt(value.numel() / value.shape[1])
     bias = 0.0 if args.get("bias") is None else float(args["bias"].norm())
@@ -969,7 +971,7 @@ _OVERLAP = "windows overlap: use kernel_size = stride"
 
 
 def _maps(node: Node, given: Tensor, norm: float) -> Weights:
-    """A function of each channel's positions: its largest weight, times the norm."""
+    """Return a function of each channel's positions: its largest weight, times the norm."""
     labels = node.values[0].labels
     dims = given.ndim - (labels.ndim - len(_spatial(node)))
     tops = given.flatten(given.ndim - dims).amax(-1)
@@ -1029,7 +1031,7 @@ def axis_norm(resample: Callable[[Tensor], Tensor], size: int, dtype: torch.dtyp
 _AVERAGES = "its windows weigh a position by more than 1 in all: use kernel_size = stride and no divisor"
 
 
-def _window_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+def _window_rounding(args: Arguments, out: list[Tensor]) -> float:
     """Sums over at most all positions of one map."""
     value = next(t for t in args.values() if isinstance(t, Tensor))
     length = value[0, 0].numel() if value.ndim > 2 else value.numel()
@@ -1066,7 +1068,7 @@ def overlap_add(node: Node, given: list[Tensor]) -> Weights:
     return [(labels, F.unfold(scaled(weights, held.sqrt() * _UP), *windows))]
 
 
-def _overlap_rounding(args: dict[str, Any], out: list[Tensor]) -> float:
+def _overlap_rounding(args: Arguments, out: list[Tensor]) -> float:
     terms = math.prod(_each(args["kernel_size"], 2))
     return (terms + 16) * UNIT_ROUNDOFF * 2 * (size_of(args["self"]) * math.sqrt(terms) + size_of(out[0]))
 
@@ -1138,13 +1140,13 @@ _COMPARISONS = frozenset(["gt", "ge", "lt", "le", "eq", "ne", "logical_and", "lo
 
 
 def no_rule(node: Node) -> NoRuleError:
-    """The error for a call without a rule."""
+    """Return the error for a call without a rule."""
     reason = _JUMPS if node.op in _COMPARISONS else REASONS.get(node.op, "its Lipschitz constant is not known")
     return NoRuleError(f"no Lipschitz rule for {node.where()}: {reason}. {way_out(node)}")
 
 
 def way_out(node: Node) -> str:
-    """How to register a rule for the module that makes a call."""
+    """Return how to register a rule for the module that makes a call."""
     own = next(
         (f.module for f in reversed(node.path) if not type(f.module).__module__.startswith("torch.nn.modules.cont")),
         None,

@@ -22,10 +22,9 @@ import math
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +35,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trysquare import torch_internals
 from trysquare.nn.linalg.precision import autocast_dtype, users_device
+from trysquare.torch_internals import Args, Kwargs, Operator
 from trysquare.verify.lipschitz.checks import input_like
-from trysquare.verify.lipschitz.graph import Frame, Graph, NoRuleError, Shape, Value, class_name
+from trysquare.verify.lipschitz.graph import Arguments, Frame, Graph, Inputs, NoRuleError, Shape, Value, class_name
 from trysquare.verify.lipschitz.record import Recorded, Recorder, layout, name_of, user_line
 from trysquare.verify.operators import misfit
 
@@ -59,7 +59,7 @@ class TakesTokens(Exception):  # noqa: N818
 
 
 class Traced(Tensor):
-    """What a model gets in the place of everything that a pass makes: shape and dtype, but no memory.
+    """What a model gets in place of everything that a pass makes: shape and dtype, but no memory.
 
     Attributes:
         functional: torch's functional tensor.
@@ -74,7 +74,7 @@ class Traced(Tensor):
         functional = inside if torch_internals.is_functional(inside) else torch_internals.to_functional(inside)
         made = torch_internals.without_memory(cls, functional)
         made.functional = functional
-        return made  # type: ignore[no-any-return]
+        return made
 
     @property
     def inside(self) -> Tensor:
@@ -90,8 +90,8 @@ class Traced(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         own = [kind.__name__ for kind in types if not issubclass(kind, Traced)]
         raise NoRuleError(
             f"{func} was called on a value of a trace outside of it, or made it a tensor of another class "
@@ -107,14 +107,16 @@ class _NoEscape(TorchFunctionMode):
         super().__init__()
         self.tracer, self.recorder = tracer, tracer.recorder
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., object], types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         try:
             return self._called(func, args, kwargs or {})
         except Exception as error:
             self.tracer.note_failure(getattr(func, "__name__", str(func)), error)
             raise
 
-    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _called(self, func: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
         if not self.recorder.busy:
             replaces = getattr(func, "__self__", None) is Tensor.data and func.__name__ == "__set__"
             if replaces and any(isinstance(leaf, Traced | nn.Parameter) for leaf in args):
@@ -152,7 +154,7 @@ class Tracer(TorchDispatchMode):
         self._refused: Exception | None = None  # the first error that was raised on values only
         self._where: tuple[Exception, Frame] | None = None  # the innermost module that an error came from
 
-    def trace(self, given: Any, tokens: bool) -> Graph:
+    def trace(self, given: Inputs, tokens: bool) -> Graph:
         """Run the model on inputs (a list, or a dictionary by name): first as it is, then on values.
 
         The first run fills all caches with plain tensors, and raises torch's own errors.
@@ -191,7 +193,7 @@ class Tracer(TorchDispatchMode):
         if self._where is None or self._where[0] is not error:
             self._where = error, frame
 
-    def _run(self, inputs: Any) -> Any:
+    def _run(self, inputs: Inputs) -> object:
         with ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # nothing is compiled before that is imported, which takes seconds
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -215,7 +217,9 @@ class Tracer(TorchDispatchMode):
 
     # -- every call of the pass
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         if self.recorder.busy:
             return func(*args, **(kwargs or {}))
         self.recorder.busy = True
@@ -224,7 +228,7 @@ class Tracer(TorchDispatchMode):
         finally:
             self.recorder.busy = False
 
-    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _called(self, func: Operator, args: Args, kwargs: Kwargs) -> object:
         op, (is_composite, written_names, is_view) = name_of(func), _about(func)
         if is_composite:  # seen whole in inference mode; its parts are what has rules
             self.recorder.busy = False
@@ -240,7 +244,7 @@ class Tracer(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in op:
             raise NoRuleError(f"it draws random numbers ({func}, {user_line()}): it is not a fixed function")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        written: list[Any] = []
+        written: list[Tensor] = []
         if written_names:
             named = _named(func, args, kwargs)
             given = [leaf for name in written_names for leaf in tree_leaves(named.get(name))]
@@ -272,16 +276,17 @@ class Tracer(TorchDispatchMode):
             )
         return self._written(op, func, args, kwargs, written)
 
-    def _written(self, op: str, func: Any, args: Any, kwargs: Any, written: list[Any]) -> Any:
-        """A call in place."""
+    def _written(self, op: str, func: Operator, args: Args, kwargs: Kwargs, written: list[Tensor]) -> Tensor:
+        """Return a call in place."""
         if len(written) > 1 or not args or written[0] is not args[0] or not op.endswith("_"):
-            raise NoRuleError(f"{func} writes into out=..., which has no rule ({user_line()}); leave out= away")
+            raise NoRuleError(f"{func} writes into out=..., which has no rule ({user_line()}); do without out=")
         if torch.Tag.inplace_view in func.tags and not (op == "as_strided_" and _same_place(*args)):
             raise NoRuleError(
                 f"{op} changes a shape in place ({user_line()}), which cannot be followed; use {op[:-1]} (torch's "
                 "recurrent layers and vmap do this: write a loop of cells, or calls on the batch)"
             )
-        target: Any = written[0]
+        target = written[0]
+        assert isinstance(target, Traced)
         for source in tree_leaves((args[1:], kwargs)):
             if isinstance(source, Traced) and source.is_floating_point() and isinstance(source.inside, Recorded):
                 self.recorder.check_cast(source, target.dtype)
@@ -293,8 +298,8 @@ class Tracer(TorchDispatchMode):
             )
         return target
 
-    def _own(self, op: str, made: Any, known: set[int]) -> Any:
-        """A new constant, that values may be written into; other names of what was there stay what they are."""
+    def _own(self, op: str, made: object, known: set[int]) -> object:
+        """Return a new constant, that values may be written into; other names of what was there stay what they are."""
         if not isinstance(made, Tensor) or _address(made) < 0 or _address(made) in known:
             return made
         if not self.recording:
@@ -319,7 +324,7 @@ class Tracer(TorchDispatchMode):
             "module, 'weight')"
         )
 
-    def _look_for_tokens(self, op: str, args: Any, kwargs: Any) -> None:
+    def _look_for_tokens(self, op: str, args: Args, kwargs: Kwargs) -> None:
         """Notice in the first run that the input should have been tokens."""
         looked_up = args[1] if op == "embedding" else args[0] if op == "_to_copy" else None
         if looked_up is None or not looked_up.is_floating_point():
@@ -332,7 +337,7 @@ class Tracer(TorchDispatchMode):
 
     # -- modules
 
-    def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def call_module(self, module: nn.Module, args: Args, kwargs: Kwargs) -> object:
         """Call a module; one that has a rule becomes a node, with what it computes inside of that."""
         if not self.recording:
             return _call(module, *args, **kwargs)
@@ -372,48 +377,48 @@ class Tracer(TorchDispatchMode):
         recorder.busy = False
         return result
 
-    def _value(self, tensor: Any) -> Recorded | None:
-        """What is inside of an argument or result, if it depends on the input."""
+    def _value(self, tensor: object) -> Recorded | None:
+        """Return what is inside of an argument or result, if it depends on the input."""
         before, self.recorder.busy = self.recorder.busy, True
         inside = tensor.inside if isinstance(tensor, Traced) else None
         self.recorder.busy = before
         return inside if isinstance(inside, Recorded) else None
 
 
-def _functional(func: Any, args: Any, kwargs: Any) -> Any:
-    """A call by torch's functionalization, on functional tensors."""
+def _functional(func: Operator, args: Args, kwargs: Kwargs) -> object:
+    """Return a call by torch's functionalization, on functional tensors."""
     inside = tree_map(lambda leaf: leaf.functional if isinstance(leaf, Traced) else leaf, (args, kwargs))
     return torch_internals.functionalized(func, *inside)
 
 
 @cache
-def _about(func: Any) -> tuple[bool, list[str], bool]:
+def _about(func: Operator) -> tuple[bool, list[str], bool]:
     """Whether a function is made of others, the arguments that it writes to, and whether it says that it is a view."""
     schema = func._schema
     written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return torch_internals.is_composite(func), written, any(r.alias_info is not None for r in schema.returns)
 
 
-def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def _named(func: Operator, args: Args, kwargs: Kwargs) -> Arguments:
     return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
 
 
 def _address(tensor: Tensor) -> int:
-    """Where the memory of a tensor is; -1 of one that has none, which no pass is known to have made."""
+    """Return where the memory of a tensor is; -1 of one that has none, which no pass is known to have made."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse ones, and wrappers
         return -1
 
 
-def _same_place(tensor: Tensor, size: Any, stride: Any, offset: Any = None) -> bool:
+def _same_place(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> bool:
     """Whether another size and stride read the same numbers in the same order."""
     strides = zip(tensor.shape, tensor.stride(), stride, strict=False)
     same = list(size) == list(tensor.shape) and all(old == new for n, old, new in strides if n > 1)
     return same and offset in (None, tensor.storage_offset())
 
 
-def plain_structure(result: Any) -> Any:
+def plain_structure(result: object) -> object:
     """Named tuples, data classes and the like of a model as dictionaries and lists that ``tree_map`` knows."""
     if isinstance(result, Tensor | int | float | bool | str) or result is None:
         return result
@@ -435,7 +440,7 @@ _LOCK = threading.Lock()
 _running = 0
 
 
-def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _watched_call(module: nn.Module, *args: object, **kwargs: object) -> object:
     tracer: Tracer | None = getattr(_ACTIVE, "tracer", None)
     if tracer is None:
         return _call(module, *args, **kwargs)

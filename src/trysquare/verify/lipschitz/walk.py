@@ -81,7 +81,7 @@ class Walk:
                 self.bounds.append(error)
 
     def _read_by(self, values: Iterable[Value]) -> Tensor:
-        """Which of the network's inputs some values may depend on."""
+        """Return which of the network's inputs some values may depend on."""
         found = torch.zeros(sum(math.prod(shape) for _, shape in self.graph.inputs), dtype=torch.bool)
         for value in values:
             names = value.labels.abs().reshape(-1)
@@ -207,7 +207,7 @@ class Walk:
                 names, sizes = names[~here], sizes[~here]
 
     def rounded_up(self, bound: float) -> float:
-        """A bound with the rounding errors of adding up weights."""
+        """Return a bound with the rounding errors of adding up weights."""
         return bound * (1 + 4 * self._roundings) * (1 + 2.0**-40) if bound else bound
 
 

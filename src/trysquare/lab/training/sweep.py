@@ -1,0 +1,400 @@
+"""Choose what a recipe leaves open, on training images that are held out: ``trysquare sweep`` and ``find-lr``."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, count, islice, product
+from pathlib import Path
+
+from trysquare.files import read_file, write_whole
+from trysquare.lab.training.distribution import World, joined
+from trysquare.lab.training.loop import Evaluation, StoppedError, Training, clock, resume, train
+from trysquare.lab.training.recipe import Recipe, resolve, split_overrides
+from trysquare.lab.training.run import Run, load_images, load_run
+from trysquare.naming import shown
+from trysquare.verify.certification import radius_text
+
+_STATE, _BEST = "sweep.json", "best.yaml"
+# A round keeps one of so many combinations, and trains each of these so many times as long.
+_FACTOR = 3
+_MOST_COMBINATIONS = 1000
+# Images held out where the recipe does not say how many: so many at most, and at most this share.
+_HELD_OUT, _HELD_OUT_SHARE = 5000, 0.1
+# Steps that tell how fast a combination trains, behind some that warm up.
+_TIMED_STEPS, _WARM_UP_STEPS = 20, 3
+
+
+def with_validation(recipe: Recipe) -> Recipe:
+    """Return the recipe with training images held out: a tenth, at most 5000, if it does not say how many."""
+    if recipe.data.validation:
+        return recipe
+    images = len(load_images(recipe, "train"))
+    held_out = max(1, min(_HELD_OUT, int(_HELD_OUT_SHARE * images)))
+    return resolve(recipe.to_mapping(), {"data.validation": held_out})
+
+
+@dataclass
+class Trial:
+    """A combination of values, and how far it got.
+
+    Attributes:
+        number: of the combination, from 1.
+        values: by dotted keys.
+        speed: epochs that it trains in a second.
+        rounds: of each round that it took part in: epochs, accuracy, share certified, seconds. A run that failed has
+            neither accuracy nor share.
+    """
+
+    number: int
+    values: dict[str, object]
+    speed: float = 0.0
+    rounds: list[dict[str, float | None]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The values as text."""
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in self.values.items()}
+        return " ".join(f"{key}={text}" for key, text in texts.items())
+
+    def score(self, place: int) -> tuple[float, float]:
+        """Share certified and accuracy of a round; worse than all others if the run failed."""
+        found = self.rounds[place]
+        certified, accuracy = found["certified"], found["accuracy"]
+        return (-1.0, -1.0) if certified is None or accuracy is None else (certified, accuracy)
+
+
+@dataclass
+class Sweep:
+    """Combinations of values, trained in rounds: each keeps the best third, and trains it three times as long.
+
+    The last round has at most three. What is best is certified best on images that are held out of training; the test
+    images are not looked at. A round trains anew, so that each run has the schedule of its own length.
+
+    Attributes:
+        path: the directory; ``round-1/2`` in it is the run of the second combination in the first round.
+        recipe: of all runs, but for the values and the epochs.
+        budget: seconds of training of each run of the last round.
+        radius: at which certified accuracy is compared.
+        trials: the combinations.
+    """
+
+    path: Path
+    recipe: Recipe
+    budget: float
+    radius: float
+    trials: list[Trial]
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many combinations are in each round."""
+        sizes = [len(self.trials)]
+        while sizes[-1] > _FACTOR:
+            sizes.append(math.ceil(sizes[-1] / _FACTOR))
+        return sizes
+
+    def kept(self, place: int) -> list[Trial]:
+        """Return the combinations of a round, the best of the round before first."""
+        if place == 0:
+            return self.trials
+        before = sorted(self.kept(place - 1), key=lambda trial: trial.score(place - 1), reverse=True)
+        return before[: self.sizes[place]]
+
+    def seconds(self, place: int) -> float:
+        """Training time of a run of a round."""
+        return self.budget / _FACTOR ** (len(self.sizes) - 1 - place)
+
+    @property
+    def ranked(self) -> list[Trial]:
+        """All combinations, best first: by the last round that they were in, and their place in it."""
+        return sorted(
+            self.trials, key=lambda trial: (len(trial.rounds), trial.score(-1) if trial.rounds else ()), reverse=True
+        )
+
+    def best(self) -> Run:
+        """Return the run that was certified best in the last round."""
+        return load_run(self._place(len(self.sizes) - 1, self.ranked[0]))
+
+    def run(self) -> Iterator[str]:
+        """Train what has not been trained yet; yields what happens, line by line."""
+        total = sum(size * self.seconds(place) for place, size in enumerate(self.sizes))
+        plan = ", then ".join(f"{size} x {clock(self.seconds(place))}" for place, size in enumerate(self.sizes))
+        yield f"{self.path}: {plan}; {clock(total)} in all, evaluation not counted"
+        for place, size in enumerate(self.sizes):
+            for number, trial in enumerate(self.kept(place), 1):
+                if len(trial.rounds) <= place:
+                    trial.rounds.append(self._trained(place, trial))
+                    self.write()
+                yield f"round {place + 1}, {number}/{size}: {trial.name}  {self._result(trial, place)}"
+        best = self.ranked[0]
+        if best.score(-1)[0] < 0:
+            raise ValueError(f"every run of the last round failed: see {self.path}")
+        wanted = resolve(self._recipe(best).to_mapping(), {"train.epochs": best.rounds[-1]["epochs"]})
+        write_whole(self.path / _BEST, wanted.to_yaml())
+
+    def _result(self, trial: Trial, place: int) -> str:
+        found = trial.rounds[place]
+        if found["certified"] is None:
+            return "failed: loss or gradient not finite"
+        accuracy, certified = (f"{100 * (found[name] or 0.0):.1f} %" for name in ("accuracy", "certified"))
+        return f"accuracy {accuracy}, certified at {radius_text(self.radius)}: {certified}"
+
+    def _recipe(self, trial: Trial) -> Recipe:
+        return resolve(self.recipe.to_mapping(), trial.values)
+
+    def _place(self, place: int, trial: Trial) -> Path:
+        return self.path / f"round-{place + 1}" / str(trial.number)
+
+    def _trained(self, place: int, trial: Trial) -> dict[str, float | None]:
+        """Train a combination for a round, or what a run that was stopped has left of it."""
+        folder = self._place(place, trial)
+        if not trial.speed:
+            trial.speed = _epochs_a_second(self._recipe(trial))
+            self.write()
+        epochs = max(1, round(self.seconds(place) * trial.speed))
+        recipe = resolve(self._recipe(trial).to_mapping(), {"train.epochs": epochs})
+        try:
+            if (folder / "checkpoint.pt").is_file():
+                run = resume(folder, quiet=True)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)  # stopped before its first checkpoint
+                run = train(recipe, folder, quiet=True)
+        except StoppedError as stopped:
+            raise StoppedError(f"stopped; go on with: trysquare sweep --resume {self.path}") from stopped
+        except FloatingPointError:
+            return {"epochs": epochs, "accuracy": None, "certified": None, "seconds": None}
+        last = self._evaluations(run)[-1]
+        return {"epochs": epochs, **{name: last[name] for name in ("accuracy", "certified", "seconds")}}
+
+    def _evaluations(self, run: Run) -> list[dict[str, float]]:
+        """Return what was measured while a run trained, with the share certified at the radius of the sweep."""
+        lines = [line for line in run.metrics() if line["kind"] == "evaluation"]
+        nearest = min(lines[0]["certified"], key=lambda radius: abs(float(radius) - self.radius))
+        return [{**line, "certified": line["certified"][nearest]} for line in lines]
+
+    def write(self) -> None:
+        """Write what ``load_sweep`` reads."""
+        content = {
+            "recipe": self.recipe.to_mapping(), "budget": self.budget, "radius": self.radius,
+            "trials": [vars(trial) for trial in self.trials],
+        }  # fmt: skip
+        write_whole(self.path / _STATE, json.dumps(content, indent=2) + "\n")
+
+    def curves(self) -> dict[str, list[tuple[float, float]]]:
+        """Seconds and share certified of each combination over its last run."""
+        runs = {
+            trial.name: load_run(self._place(len(trial.rounds) - 1, trial))
+            for trial in self.ranked
+            if trial.rounds and trial.rounds[-1]["certified"] is not None
+        }
+        return {
+            name: [(line["seconds"], line["certified"]) for line in self._evaluations(run)]
+            for name, run in runs.items()
+        }
+
+    def __str__(self) -> str:
+        rows = [("values", "rounds", "epochs", "seconds", "accuracy", f"certified at {radius_text(self.radius)}")]
+        for trial in self.ranked:
+            found = trial.rounds[-1] if trial.rounds else {}
+            numbers = (found.get(name) for name in ("epochs", "seconds", "accuracy", "certified"))
+            epochs, seconds, accuracy, certified = numbers
+            rows.append((
+                trial.name, str(len(trial.rounds)), _number(epochs, ".0f"), _number(seconds, ".0f"),
+                _number(accuracy, ".1%"), _number(certified, ".1%"),
+            ))  # fmt: skip
+        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+        lines = (
+            "  ".join([row[0].ljust(widths[0]), *(row[k].rjust(widths[k]) for k in range(1, len(row)))]) for row in rows
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def start_sweep(
+    recipe: Recipe,
+    choices: Mapping[str, Sequence[object]],
+    budget: float,
+    out: str | os.PathLike[str] | None = None,
+    *,
+    radius: float | None = None,
+) -> Sweep:
+    """Prepare a sweep over all combinations of values.
+
+    Args:
+        recipe: of all runs.
+        choices: values by dotted keys of the recipe.
+        budget: seconds of training of each run of the last round.
+        out: a directory that is new or empty; ``sweeps/NAME-DATE-TIME`` unless given.
+        radius: at which certified accuracy is compared; the first of the recipe unless given.
+
+    Raises:
+        ValueError: if a key or value does not fit the recipe, or the directory is not empty.
+
+    >>> from tempfile import mkdtemp
+    >>> choices = {"optimizer.lr": [0.01, 0.02], "loss.radius": [0.5, 1.0]}
+    >>> sweep = ts.training.start_sweep(ts.training.read_recipe("digits"), choices, 60, mkdtemp())
+    >>> sweep.sizes, [round(sweep.seconds(place)) for place in range(2)], sweep.trials[1].name
+    ([4, 2], [20, 60], 'optimizer.lr=0.01 loss.radius=1.0')
+    """
+    if not 0 < budget < math.inf:
+        raise ValueError(f"budget={shown(budget)} must be a number of seconds above 0")
+    combinations = math.prod(map(len, choices.values()))
+    if not 1 <= combinations <= _MOST_COMBINATIONS or not choices:
+        raise ValueError(
+            f"there are {combinations if choices else 0} combinations: name values to choose from, such as "
+            f"optimizer.lr=1e-3,3e-3, for at most {_MOST_COMBINATIONS} of them"
+        )
+    if "train.epochs" in choices or "data.validation" in choices:
+        raise ValueError("train.epochs and data.validation cannot be chosen: the first follows from the budget")
+    recipe = with_validation(recipe)
+    radius = recipe.evaluate.epsilons[0] if radius is None else radius
+    if all(abs(radius - epsilon) > 1e-6 for epsilon in recipe.evaluate.epsilons):
+        recipe = resolve(recipe.to_mapping(), {"evaluate.epsilons": [*recipe.evaluate.epsilons, radius]})
+    values = [dict(zip(choices, taken, strict=True)) for taken in product(*choices.values())]
+    for chosen in values:
+        resolve(recipe.to_mapping(), chosen)  # refused now, and not after hours
+    path = Path(out or Path("sweeps") / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.iterdir()):
+        raise ValueError(f"{path} is not empty: give another directory, or go on with that sweep by --resume {path}")
+    sweep = Sweep(path, recipe, float(budget), radius, [Trial(n, chosen) for n, chosen in enumerate(values, 1)])
+    sweep.write()
+    return sweep
+
+
+def load_sweep(path: str | os.PathLike[str]) -> Sweep:
+    """Return the sweep in a directory, as far as it got.
+
+    Raises:
+        ValueError: if there is none, or its file is damaged.
+    """
+    folder = Path(path)
+    if not (folder / _STATE).is_file():
+        raise ValueError(f"{folder} is not the directory of a sweep: there is no {_STATE} in it")
+    try:
+        content = json.loads(read_file(folder / _STATE))
+        trials = [Trial(**trial) for trial in content["trials"]]
+        return Sweep(folder, resolve(content["recipe"]), float(content["budget"]), float(content["radius"]), trials)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / _STATE} is damaged: {error}") from error
+
+
+def split_choices(arguments: Sequence[str]) -> dict[str, Sequence[object]]:
+    """Read choices such as ``optimizer.lr=1e-3,3e-3`` and ``model.widths=[16, 32],[32, 64]``.
+
+    Raises:
+        ValueError: if one is not a key with values.
+
+    >>> from trysquare.lab.training.sweep import split_choices
+    >>> split_choices(["train.clip=null,1", "model.widths=[16, 32],[8, 8]"])
+    {'train.clip': [None, 1], 'model.widths': [[16, 32], [8, 8]]}
+    """
+    choices: dict[str, Sequence[object]] = {}
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        _, values = split_overrides([f"--{key}", f"[{text}]"])
+        found = values.get(key)
+        if not equals or not isinstance(found, list) or not found:
+            raise ValueError(
+                f"{shown(argument)} must be a key of the recipe and values, such as optimizer.lr=1e-3,3e-3"
+            )
+        if key in choices:
+            raise ValueError(f"{key} is there twice: give all its values at once")
+        choices[key] = found
+    return choices
+
+
+def _first_steps(training: Training, steps: int) -> Iterator[None]:
+    """Take so many steps from the start, over as many epochs as they need."""
+    training.model.train()
+    batches = chain.from_iterable(training.train.epoch(epoch) for epoch in count())
+    for images, labels in islice(batches, steps):
+        training.step(images, labels, False)
+        yield
+
+
+def _epochs_a_second(recipe: Recipe) -> float:
+    with joined(recipe.train.device) as world:
+        _require_alone(world)
+        training = Training(recipe, world)
+        began = 0.0
+        try:
+            for number, _ in enumerate(_first_steps(training, _WARM_UP_STEPS + _TIMED_STEPS), 1):
+                if number == _WARM_UP_STEPS:
+                    began = time.monotonic()
+        except FloatingPointError:
+            return 1.0  # it will fail as soon when it is trained
+        return _TIMED_STEPS / (time.monotonic() - began) / len(training.train)
+
+
+def _require_alone(world: World) -> None:
+    if world.size > 1:
+        raise ValueError("sweep and find-lr run on one process: start one for each card with a directory of its own")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What a learning rate came to: ``None`` if loss or gradient were not finite."""
+
+    lr: float
+    found: Evaluation | None
+
+
+def find_lr(recipe: Recipe, *, steps: int = 500, start: float = 1e-4, factor: float = 2.0) -> Iterator[Rate]:
+    """Raise the learning rate until the accuracy after some steps has stopped growing, twice in a row.
+
+    Each rate starts from the same weights. The accuracy is that on images that are held out of training.
+
+    Args:
+        recipe: all but the rate.
+        steps: of each training.
+        start: first rate.
+        factor: from a rate to the next, above 1.
+
+    Yields:
+        What each rate came to; ``best_rate`` of all is the one to take.
+    """
+    if steps < 1 or not factor > 1 or not start > 0:
+        raise ValueError(f"steps={steps} and start={start} must be above 0, and factor={factor} above 1")
+    recipe, best, behind = with_validation(recipe), -1.0, 0
+    for number in count():
+        rate = _after(recipe, start * factor**number, steps)
+        yield rate
+        accuracy = -1.0 if rate.found is None else rate.found.accuracy
+        behind = 0 if accuracy > best else behind + 1
+        best = max(best, accuracy)
+        if behind == 2 or rate.found is None:
+            return
+
+
+def _after(recipe: Recipe, lr: float, steps: int) -> Rate:
+    with joined(recipe.train.device) as world:
+        _require_alone(world)
+        training = Training(resolve(recipe.to_mapping(), {"optimizer.lr": lr}), world)
+        try:
+            for _ in _first_steps(training, steps):
+                pass
+        except FloatingPointError:
+            return Rate(lr, None)
+        with training.stepper.evaluation_weights():
+            return Rate(lr, training.evaluate())
+
+
+def best_rate(rates: Sequence[Rate]) -> Rate:
+    """Return the rate with the best accuracy.
+
+    Raises:
+        ValueError: if all of them failed.
+    """
+    found = [rate for rate in rates if rate.found is not None]
+    if not found:
+        raise ValueError("loss or gradient are not finite at the first learning rate: start lower")
+    return max(found, key=lambda rate: rate.found.accuracy if rate.found is not None else -1.0)
