@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -212,6 +213,37 @@ def full_precision(tensor: Tensor) -> AbstractContextManager[object]:
     stack.enter_context(_FULL_PRODUCTS)
     stack.enter_context(plain)
     return stack
+
+
+# -- what the user has switched on for all tensors, and is not about those that we make for ourselves
+
+_DEFAULT: ContextVar[torch.device | None] = ContextVar("the device on which the user makes tensors by default")
+
+
+@contextmanager
+def own_tensors() -> Iterator[None]:
+    """Context, or decorator, in which tensors are made on the processor and remember gradients.
+
+    ``torch.set_default_device``, ``with torch.device(...)`` and ``torch.inference_mode`` are about the user's tensors.
+    The user's model runs inside of ``users_device``.
+
+    Raises:
+        ValueError: if tensors are made without numbers.
+    """
+    if torch_internals.fake_mode() is not None:
+        raise ValueError("FakeTensorMode is on, in which tensors hold no numbers: leave it first")
+    device = torch.get_default_device()
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        if device.type != "cpu":
+            stack.callback(_DEFAULT.reset, _DEFAULT.set(device))
+            stack.enter_context(torch.device("cpu"))
+        yield
+
+
+def users_device() -> AbstractContextManager[object]:
+    """Context in which tensors are made where the user makes them by default."""
+    return _DEFAULT.get(None) or nullcontext()
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
