@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         "--set", nargs="+", default=[], metavar="KEY=A,B", help="values to choose from, such as optimizer.lr=1e-3,3e-3"
     )
     sweep.add_argument(
-        "--budget", type=_duration, metavar="TIME", help="training time of each run in the last round, such as 90s, 5m, 2h"
+        "--budget", type=_duration, metavar="TIME", help="training time of a run in the last round: 90s, 5m, 2h"
     )
     sweep.add_argument(
         "--radius", type=_radius, metavar="R", help="compare certified accuracy at this radius; default the smallest"
@@ -158,14 +158,14 @@ def _parser() -> argparse.ArgumentParser:
     find_lr.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a recipe, or a YAML file; default digits")
     find_lr.add_argument("--steps", type=int, default=500, metavar="N", help="steps of each training; default 500")
     find_lr.add_argument("--start", type=float, default=1e-4, metavar="LR", help="first rate; default 1e-4")
-    find_lr.add_argument("--factor", type=float, default=2.0, metavar="F", help="factor from one rate to the next; default 2")
+    find_lr.add_argument("--factor", type=float, default=2.0, metavar="F", help="factor to the next rate; default 2")
 
     moved = "If the data has moved since: --data.root DIR"
     certify = add("certify", _certify, "certify the test images of a run", _AFTERWARDS, moved)
     attack = add(
         "attack", _attack, "attack the test images of a run, also inside their certified radii", _AFTERWARDS, moved
     )
-    export = add("export", _export, "write the model of a run as a file that does not need this library", _AFTERWARDS, moved)
+    export = add("export", _export, "write the model as a file that does not need this library", _AFTERWARDS, moved)
     report = add("report", _report, "write a run as one HTML page with pictures", _MOVED, moved)
     for command in (certify, attack, export, report):
         command.add_argument("path", type=Path, metavar="RUN", help="directory of the run")
@@ -177,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
 
     audit = add("audit", _audit, "check a network layer by layer, and bound its Lipschitz constant", _AFTERWARDS)
     audit.add_argument("model", metavar="MODEL", help="directory of a run, checkpoint, or package.module:factory")
-    audit.add_argument("--factory", metavar="MODULE:NAME", help="what makes the model, for a checkpoint of your own factory")
+    audit.add_argument("--factory", metavar="MODULE:NAME", help="what makes the model of a checkpoint of your own")
     audit.add_argument("--input-shape", type=_shape, metavar="C,H,W", help="shape of one input; a run knows its own")
     audit.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     audit.add_argument("--plot", type=Path, metavar="FILE", help="write the spectra as a picture")
