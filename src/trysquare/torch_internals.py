@@ -18,7 +18,10 @@ import torch.utils._device
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _module
-from torch.utils import _pytree
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.utils import _python_dispatch, _pytree
 
 # Whether a transform of ``torch.func`` is active: these need autograd functions to be applied torch's general way, and
 # tensors under them have no version counters to watch. There is no public question for that.
@@ -62,6 +65,12 @@ assert_on_device = torch._assert_async
 # Tensors inside of lists, dictionaries and named tuples. There is no public module for them.
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
+
+# A mode that sees every call of ATen. Torch documents it, and has it in a private module.
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+
+# The classes behind all layers of dropout, normalisation and spectral norm, which compute something else in training.
+DIFFERENT_IN_TRAINING = (_DropoutNd, _NormBase, _SpectralNorm)
 
 # A function of ATen with its schema, as dispatch modes are given it, and the arguments of a call of it.
 Operator = torch._ops.OpOverload

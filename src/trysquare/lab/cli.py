@@ -132,58 +132,58 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run, overrides=overrides)
         return command
 
-    add("recipes", _recipes, "list the recipes of the package")
+    add("recipes", _recipes, "list the recipes that come with the package")
 
-    examples = "Values of the recipe are overridden by name: --data.root DIR --train.epochs 20 --optimizer.lr 0.01"
-    train = add("train", _train, "train by a recipe", None, examples)
+    examples = "Override values of the recipe by name: --data.root DIR --train.epochs 20 --optimizer.lr 0.01"
+    train = add("train", _train, "train a model from a recipe", None, examples)
     train.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a recipe, or a YAML file; default digits")
     train.add_argument("--out", type=Path, metavar="DIR", help="directory of the run; default runs/RECIPE-DATE-TIME")
     train.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in this directory")
 
-    sweep = add("sweep", _sweep, "choose values of a recipe on training images that are held out", None, examples)
+    sweep = add("sweep", _sweep, "choose values of a recipe on held-out training images", None, examples)
     sweep.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a recipe, or a YAML file; default digits")
     sweep.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY=A,B", help="values to choose from: optimizer.lr=1e-3,3e-3"
+        "--set", nargs="+", default=[], metavar="KEY=A,B", help="values to choose from, such as optimizer.lr=1e-3,3e-3"
     )
     sweep.add_argument(
-        "--budget", type=_duration, metavar="TIME", help="training of each run of the last round: 90s, 5m, 2h"
+        "--budget", type=_duration, metavar="TIME", help="training time of a run in the last round: 90s, 5m, 2h"
     )
     sweep.add_argument(
-        "--radius", type=_radius, metavar="R", help="compare what is certified there; default the smallest"
+        "--radius", type=_radius, metavar="R", help="compare certified accuracy at this radius; default the smallest"
     )
     sweep.add_argument("--out", type=Path, metavar="DIR", help="directory; default sweeps/RECIPE-DATE-TIME")
-    sweep.add_argument("--resume", type=Path, metavar="DIR", help="go on with the sweep in this directory")
+    sweep.add_argument("--resume", type=Path, metavar="DIR", help="continue the sweep in this directory")
 
     find_lr = add("find-lr", _find_lr, "raise the learning rate until accuracy stops growing", None, examples)
     find_lr.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a recipe, or a YAML file; default digits")
-    find_lr.add_argument("--steps", type=int, default=500, metavar="N", help="of each training; default 500")
+    find_lr.add_argument("--steps", type=int, default=500, metavar="N", help="steps of each training; default 500")
     find_lr.add_argument("--start", type=float, default=1e-4, metavar="LR", help="first rate; default 1e-4")
-    find_lr.add_argument("--factor", type=float, default=2.0, metavar="F", help="to the next rate; default 2")
+    find_lr.add_argument("--factor", type=float, default=2.0, metavar="F", help="factor to the next rate; default 2")
 
-    moved = "Data that has moved since: --data.root DIR"
+    moved = "If the data has moved since: --data.root DIR"
     certify = add("certify", _certify, "certify the test images of a run", _AFTERWARDS, moved)
     attack = add(
-        "attack", _attack, "attack the test images of a run, inside of certified radii too", _AFTERWARDS, moved
+        "attack", _attack, "attack the test images of a run, also inside their certified radii", _AFTERWARDS, moved
     )
-    export = add("export", _export, "write the model of a run as a file that needs nothing of ours", _AFTERWARDS, moved)
+    export = add("export", _export, "write the model as a file that does not need this library", _AFTERWARDS, moved)
     report = add("report", _report, "write a run as one HTML page with pictures", _MOVED, moved)
     for command in (certify, attack, export, report):
         command.add_argument("path", type=Path, metavar="RUN", help="directory of the run")
     attack.add_argument("--attack", choices=list(training.ATTACKS), default="pgd", help="default pgd")
     for command in (certify, attack):
-        command.add_argument("--samples", type=int, metavar="N", help="images, evenly spread; default all")
+        command.add_argument("--samples", type=int, metavar="N", help="number of images, evenly spread; default all")
         command.add_argument("--epsilons", type=_radius, nargs="+", metavar="R", help="radii, such as 0.5 or 36/255")
     export.add_argument("--format", choices=list(FORMATS), default="torch", help="default torch")
 
     audit = add("audit", _audit, "check a network layer by layer, and bound its Lipschitz constant", _AFTERWARDS)
     audit.add_argument("model", metavar="MODEL", help="directory of a run, checkpoint, or package.module:factory")
-    audit.add_argument("--factory", metavar="MODULE:NAME", help="what makes the model of a checkpoint that is not ours")
-    audit.add_argument("--input-shape", type=_shape, metavar="C,H,W", help="one input; a run knows its own")
+    audit.add_argument("--factory", metavar="MODULE:NAME", help="what makes the model of a checkpoint of your own")
+    audit.add_argument("--input-shape", type=_shape, metavar="C,H,W", help="shape of one input; a run knows its own")
     audit.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     audit.add_argument("--plot", type=Path, metavar="FILE", help="write the spectra as a picture")
     audit.add_argument(
         "--spectra", action=argparse.BooleanOptionalAction, default=None,
-        help="every singular value of every layer; unless said otherwise for a run, whose report shows them",
+        help="compute every singular value of every layer; on for a run, whose report shows them, else off",
     )  # fmt: skip
     return parser
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.lab.report.documents import Document
 from trysquare.lab.report import markup
-from trysquare.lab.report.charts import LARGEST, Axis, Chart, Frame, Rows, apart, shortened, ticks
+from trysquare.lab.report.charts import LARGEST, Canvas, Chart, Rows, Scale, apart, shortened, ticks
 from trysquare.lab.report.markup import Markup, escape, join, tag
 
 
@@ -50,7 +50,7 @@ def test_ticks_of_nothing():
 
 @given(st.lists(st.floats(allow_nan=False), max_size=5))
 def test_an_axis_holds_all_values_whatever_they_are(values):
-    axis = Axis.around(values, "x")
+    axis = Scale.around(values, "x")
     finite = [value for value in values if abs(value) <= LARGEST]
     assert axis.low < axis.high
     assert all(axis.low <= value <= axis.high for value in finite)
@@ -58,7 +58,7 @@ def test_an_axis_holds_all_values_whatever_they_are(values):
 
 
 def chart():
-    return Chart("key", "title <", "description", Frame(400, 200), Axis(0, 10, "x"), Axis(0, 1, "y"))
+    return Chart("key", "title <", "description", Canvas(400, 200), Scale(0, 10, "x"), Scale(0, 1, "y"))
 
 
 def test_a_chart_says_what_it_is():
@@ -76,13 +76,13 @@ def test_a_line_goes_from_corner_to_corner_and_does_not_leave():
     drawn = chart()
     drawn.line([(0, 0), (10, 1), (20, -3)], "c")
     path = Document(drawn.rendered()).of("path")[0]["d"]
-    frame = drawn.frame
-    left, right, top, bottom = frame.left, frame.width - frame.right, frame.top, frame.height - frame.bottom
+    canvas = drawn.canvas
+    left, right, top, bottom = canvas.left, canvas.width - canvas.right, canvas.top, canvas.height - canvas.bottom
     assert [float(n) for n in re.findall(r"[\d.]+", path)] == [left, bottom, right, top, right, bottom]
 
 
 def test_rows_are_named_and_long_names_shortened_with_the_whole_as_a_hint():
-    rows = Rows("key", "t", "d", 400, Axis(0, 1, "x"), ["short", "a" * 30], pitch=20, letters=10, remarks=["1", "2"])
+    rows = Rows("key", "t", "d", 400, Scale(0, 1, "x"), ["short", "a" * 30], pitch=20, letters=10, remarks=["1", "2"])
     rows.bar(1, 0.2, 0.4, "box", 4)
     page = Document(rows.rendered())
     assert rows.down(0.5) < rows.down(1.5)

@@ -13,7 +13,7 @@ from trysquare.nn.layers import InvertibleDownsampling2d
 _STRIDED = {"native": "one kernel", "parsimonious": "fewer parameters", "emulated": "invertible downsampling"}
 
 
-class _Step(NamedTuple):
+class _Stage(NamedTuple):
     width: int
     kernel_size: int
     stride: int
@@ -45,7 +45,7 @@ def tiny(
         padding_mode: ``"circular"`` or ``"zeros"``.
         centering: ``"batch"`` or ``"layer"`` centering in front of the activations of convolutions.
     """
-    steps = [_Step(width, kernel_size, 2) for width in widths]
+    steps = [_Stage(width, kernel_size, 2) for width in widths]
     return _stack(input_shape, steps, [dense_width] * dense_layers, "native", conv, padding_mode, centering)
 
 
@@ -77,7 +77,7 @@ def bcop_small(
         padding_mode: ``"circular"`` or ``"zeros"``.
         centering: ``"batch"`` or ``"layer"`` centering in front of the activations of convolutions.
     """
-    steps = [_Step(width, 3, 1), _Step(width, 4, 2), _Step(2 * width, 3, 1), _Step(2 * width, 4, 2)]
+    steps = [_Stage(width, 3, 1), _Stage(width, 4, 2), _Stage(2 * width, 3, 1), _Stage(2 * width, 4, 2)]
     sizes = [dense_width] * dense_layers
     return _stack(input_shape, steps, sizes, strided, conv, padding_mode, centering)
 
@@ -111,17 +111,17 @@ def cifar10_robust(
         padding_mode: ``"circular"`` or ``"zeros"``.
         centering: ``"batch"`` or ``"layer"`` centering in front of the activations of convolutions.
     """
-    steps = [_Step(width, 3, 1)] * depth
+    steps = [_Stage(width, 3, 1)] * depth
     for stage in (2, 4, 8):
-        steps += [_Step(stage * width, 4, 2), *[_Step(stage * width, 3, 1)] * depth]
-    steps += [_Step(8 * width, 3, 1)]
+        steps += [_Stage(stage * width, 4, 2), *[_Stage(stage * width, 3, 1)] * depth]
+    steps += [_Stage(8 * width, 3, 1)]
     sizes = [dense_width] * dense_layers
     return _stack(input_shape, steps, sizes, strided, conv, padding_mode, centering)
 
 
 def _stack(
     input_shape: Shape,
-    steps: list[_Step],
+    steps: list[_Stage],
     sizes: list[int],
     strided: str,
     conv: str,
@@ -141,7 +141,7 @@ def _stack(
     return Body(layers, sizes[-1] if sizes else features)
 
 
-def _convolutions(channels: int, step: _Step, strided: str, conv: str, mode: str) -> list[nn.Module]:
+def _convolutions(channels: int, step: _Stage, strided: str, conv: str, mode: str) -> list[nn.Module]:
     if step.stride > 1 and strided == "emulated":
         unfolded = channels * step.stride**2
         kernel_size = step.kernel_size // step.stride

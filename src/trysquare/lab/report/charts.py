@@ -53,7 +53,7 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Axis:
+class Scale:
     """A range with a name.
 
     Args:
@@ -75,7 +75,7 @@ class Axis:
         label: str,
         write: Callable[[float], str] = "{:g}".format,
         limits: tuple[float, float] = (-LARGEST, LARGEST),
-    ) -> Axis:
+    ) -> Scale:
         """Return an axis that has room for all values, within limits."""
         finite = [value for value in values if abs(value) <= LARGEST] or [0.0]
         low, high = min(finite), max(finite)
@@ -86,7 +86,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Frame:
+class Canvas:
     """Where things are drawn, in pixels: the size of the picture, and the margins around the plot."""
 
     width: float
@@ -104,24 +104,24 @@ class Chart:
         key: unique in the page.
         title: its name, for those who do not see it.
         description: what it shows.
-        frame: sizes.
+        canvas: sizes.
         x: from left to right.
         y: from bottom to top.
     """
 
-    def __init__(self, key: str, title: str, description: str, frame: Frame, x: Axis, y: Axis) -> None:
+    def __init__(self, key: str, title: str, description: str, canvas: Canvas, x: Scale, y: Scale) -> None:
         self.key, self.title, self.description = key, title, description
-        self.frame, self.x, self.y = frame, x, y
+        self.canvas, self.x, self.y = canvas, x, y
         self._parts: list[tuple[str, str, str | None, dict[str, object]]] = []  # element, text, hint, attributes
 
     def across(self, value: float) -> float:
         """Return the distance of a value from the left, in pixels."""
-        start, end = self.frame.left, self.frame.width - self.frame.right
+        start, end = self.canvas.left, self.canvas.width - self.canvas.right
         return start + _share(value, self.x) * (end - start)
 
     def down(self, value: float) -> float:
         """Return the distance of a value from the top, in pixels."""
-        start, end = self.frame.height - self.frame.bottom, self.frame.top
+        start, end = self.canvas.height - self.canvas.bottom, self.canvas.top
         return start + _share(value, self.y) * (end - start)
 
     def add(self, name: str, /, text: str = "", *, hint: str | None = None, **attributes: object) -> None:
@@ -169,8 +169,8 @@ class Chart:
         self.add("text", content, x=x, y=y, class_=class_ or None, text_anchor=anchor)
 
     def _edges(self) -> tuple[float, float, float, float]:
-        frame = self.frame
-        return frame.left, frame.width - frame.right, frame.top, frame.height - frame.bottom
+        canvas = self.canvas
+        return canvas.left, canvas.width - canvas.right, canvas.top, canvas.height - canvas.bottom
 
     def draw_x(self, class_: str = "grid") -> None:
         """Draw ticks, lines through them and the label of the horizontal axis."""
@@ -190,7 +190,7 @@ class Chart:
 
     def rendered(self, class_: str = "") -> Markup:
         """Return the picture."""
-        frame, ids = self.frame, (f"{self.key}-title", f"{self.key}-text")
+        canvas, ids = self.canvas, (f"{self.key}-title", f"{self.key}-text")
         parts = [
             tag(name, text, None if hint is None else tag("title", hint), **attributes)
             for name, text, hint, attributes in self._parts
@@ -200,7 +200,7 @@ class Chart:
             tag("title", self.title, id=ids[0]),
             tag("desc", self.description, id=ids[1]),
             parts,
-            viewBox=f"0 0 {frame.width:g} {frame.height:g}",
+            viewBox=f"0 0 {canvas.width:g} {canvas.height:g}",
             role="img",
             aria_labelledby=" ".join(ids),
             class_=f"chart {class_}".rstrip(),
@@ -216,7 +216,7 @@ class Rows(Chart):
         title: str,
         description: str,
         width: float,
-        x: Axis,
+        x: Scale,
         names: Sequence[str],
         *,
         pitch: float,
@@ -224,18 +224,18 @@ class Rows(Chart):
         remarks: Sequence[str] = (),
     ) -> None:
         shown = [shortened(name, letters) for name in names]
-        frame = Frame(
+        canvas = Canvas(
             width,
             len(names) * pitch + 68,
             left=_LETTER * max(map(len, shown)) + 14,
             right=_LETTER * max(map(len, remarks), default=0) + 22,
             top=24,
         )
-        super().__init__(key, title, description, frame, x, Axis(len(names), 0, ""))
+        super().__init__(key, title, description, canvas, x, Scale(len(names), 0, ""))
         for row, name in enumerate(names):
             middle = self.down(row + 0.5) + 4
             hint = name if shown[row] != name else None
-            self.add("text", shown[row], hint=hint, x=frame.left - 12, y=middle, class_="name", text_anchor="end")
+            self.add("text", shown[row], hint=hint, x=canvas.left - 12, y=middle, class_="name", text_anchor="end")
         for row, remark in enumerate(remarks):
             self.text(width, self.down(row + 0.5) + 4, remark, "tick", "end")
 
@@ -251,7 +251,7 @@ class Rows(Chart):
         self.add("line", x1=x, x2=x, y1=y - height / 2, y2=y + height / 2, class_=class_)
 
 
-def _share(value: float, axis: Axis) -> float:
+def _share(value: float, axis: Scale) -> float:
     """Return how far along the axis a value is; what is outside is drawn at its end."""
     return min(1.0, max(0.0, (value - axis.low) / (axis.high - axis.low)))
 
@@ -318,13 +318,13 @@ def curve_chart(certificate: Certificate, levels: Sequence[Level]) -> Markup:
     description = f"It falls from {percent(curve[0][1])} at radius 0. Certified: {told}. Clean: {percent(clean)}."
 
     def draw(width: int, key: str) -> Chart:
-        frame = Frame(width, 400 if width == WIDE else 300)
-        x, y = Axis(0, curve[-1][0], "radius ε (l2, pixels from 0 to 1)"), Axis(0, 1, "accuracy", _whole_percent)
-        chart = Chart(f"curve-{key}", "Certified accuracy by radius", description, frame, x, y)
+        canvas = Canvas(width, 400 if width == WIDE else 300)
+        x, y = Scale(0, curve[-1][0], "radius ε (l2, pixels from 0 to 1)"), Scale(0, 1, "accuracy", _whole_percent)
+        chart = Chart(f"curve-{key}", "Certified accuracy by radius", description, canvas, x, y)
         chart.draw_y()
         chart.draw_x("tickline")
         chart.rule("clean", y=clean)
-        chart.text(width - frame.right, chart.down(clean) - 7, f"clean {percent(clean)}", "note", "end")
+        chart.text(width - canvas.right, chart.down(clean) - 7, f"clean {percent(clean)}", "note", "end")
         chart.area(curve, "certified")
         chart.line(curve, "certified")
         for point, hint in proved:
@@ -357,20 +357,20 @@ def line_chart(
         lines: name, class of the style sheet, and points; none of the lines is empty.
         limits: of the values; shares if given, so written in percent.
     """
-    frame = Frame(PANEL, 260, left=50, right=16 + 6.6 * max(len(name) for name, _, _ in lines))
+    canvas = Canvas(PANEL, 260, left=50, right=16 + 6.6 * max(len(name) for name, _, _ in lines))
     points = [point for _, _, line in lines for point in line]
     write: Callable[[float], str] = "{:g}".format if limits is None else _whole_percent
-    y = Axis.around((value for _, value in points), title, write, limits or (-LARGEST, LARGEST))
+    y = Scale.around((value for _, value in points), title, write, limits or (-LARGEST, LARGEST))
     first, last = min(step for step, _ in points), max(step for step, _ in points)
-    x = Axis(first, last if last > first else first + 1, "optimizer step", _step)
+    x = Scale(first, last if last > first else first + 1, "optimizer step", _step)
     ends = ", ".join(f"{name} {y.write(line[-1][1])}" for name, _, line in lines)
-    chart = Chart(key, title, f"{title} from step {_step(first)} to {_step(last)}; at the end {ends}.", frame, x, y)
+    chart = Chart(key, title, f"{title} from step {_step(first)} to {_step(last)}; at the end {ends}.", canvas, x, y)
     chart.draw_y()
     chart.draw_x("tickline")
-    places = apart([chart.down(line[-1][1]) for _, _, line in lines], 14, frame.top, frame.height - frame.bottom)
+    places = apart([chart.down(line[-1][1]) for _, _, line in lines], 14, canvas.top, canvas.height - canvas.bottom)
     for (name, class_, line), place in zip(lines, places, strict=True):
         chart.line(_thinned(line), class_)
-        chart.text(frame.width - frame.right + 7, place + 4, name, "note")
+        chart.text(canvas.width - canvas.right + 7, place + 4, name, "note")
     return chart.rendered("panel")
 
 
@@ -410,7 +410,7 @@ def spectra_chart(layers: Sequence[LayerAudit]) -> Markup:
     description = f"{len(finite)} layers with singular values up to {number(high)}; {orthogonal} are orthogonal."
 
     def draw(width: int, key: str) -> Chart:
-        axis = Axis(0, 1.08 * high, "singular value")
+        axis = Scale(0, 1.08 * high, "singular value")
         wide = width == WIDE
         names = [f"{layer.name} · {layer.type}" if wide else layer.name for layer, _ in finite]
         remarks = [_deviation(layer) for layer, _ in finite]
@@ -462,7 +462,7 @@ def class_chart(certificate: Certificate, classes: Mapping[int, str]) -> Markup:
     right = [certificate.predictions[certificate.labels == c] == c for c in classes]
 
     def draw(width: int, key: str) -> Chart:
-        axis = Axis(0, 1.04 * high, "certified radius")
+        axis = Scale(0, 1.04 * high, "certified radius")
         remarks = [percent(float(answers.double().mean())) for answers in right]
         chart = Rows(
             f"classes-{key}", "Certified radius by class", description, width, axis, list(classes.values()),

@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from trysquare import torch_internals
 from trysquare.nn.layers.centering import BatchCentering
 from trysquare.nn.parametrizations.base import ParametrizedWeight
 from trysquare.nn.sharing import refuse_sharded
@@ -116,7 +114,7 @@ def refuse_unreadable(model: nn.Module) -> None:
             )
 
 
-_DIFFERENT_IN_TRAINING = (_DropoutNd, nn.RReLU, _NormBase, BatchCentering, _SpectralNorm)
+_DIFFERENT_IN_TRAINING = (*torch_internals.DIFFERENT_IN_TRAINING, nn.RReLU, BatchCentering)
 
 
 @contextmanager

@@ -9,8 +9,8 @@ import math
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
+from trysquare.torch_internals import tree_leaves, tree_map
 from trysquare.verify.lipschitz.graph import Arguments, Graph, Inputs, Node
 from trysquare.verify.lipschitz.record import NOT_NUMBERS, Slot, Step
 from trysquare.verify.lipschitz.rules import RULES

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from trysquare.torch_internals import tree_leaves
 
 if TYPE_CHECKING:
     from trysquare.nn.linalg.bounds import SingularValueRange

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trysquare.nn.linalg.precision import coarsest_dtype
 from trysquare.verify.lipschitz.graph import Node, NoRuleError, Shape, Value, class_name
-from trysquare.verify.lipschitz.rules import Weights, _shares, scaled
+from trysquare.verify.lipschitz.rules import Weights, scaled, split_of_terms
 from trysquare.verify.lipschitz.trace import calls_are_torchs_own
 from trysquare.verify.operators import as_defined, has_hooks, remember
 
@@ -155,7 +155,7 @@ def leaf_weights(node: Node, given: list[Tensor]) -> Weights:
     if any(value.labels.ndim == 0 or value.labels.shape[0] != batch for value, _ in terms):
         raise NoRuleError(f"{class_name(node.module)} changes the size of the batch, which its rule is not about")
     tops = given[0].reshape(batch, -1).amax(1)
-    shares = _shares(node, terms) if len(terms) > 1 else [1.0]
+    shares = split_of_terms(node, terms) if len(terms) > 1 else [1.0]
     return [
         (value.labels, scaled(tops * share, c).view(-1, *(1,) * (value.labels.ndim - 1)).expand(value.labels.shape))
         for (value, c), share in zip(terms, shares, strict=True)

@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from trysquare import torch_internals
 from trysquare.nn.linalg.precision import at_least_float32
-from trysquare.torch_internals import Args, Kwargs, Operator
+from trysquare.torch_internals import Args, Kwargs, Operator, tree_leaves, tree_map
 from trysquare.verify.lipschitz.graph import Arguments, Frame, Graph, Node, NoRuleError, Shape, Value
 
 # Calls that move numbers, leave some out, repeat them or put constants beside them, and compute nothing.

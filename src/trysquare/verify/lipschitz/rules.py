@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from trysquare.nn.linalg.bounds import SingularValueRange, normalized, rescaled_up, singular_value_range
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
+from trysquare.torch_internals import tree_leaves, tree_map
 from trysquare.verify.lipschitz.graph import ANY, Arguments, Node, NoRuleError, Value, class_name
 from trysquare.verify.operators import Axis, LinearOperator, checked_weight
 from trysquare.verify.spectrum import norm_range
@@ -301,14 +301,14 @@ def add(node: Node, given: list[Tensor]) -> Weights:
     alphas = signed_readings(node.args.get("alpha", 1), node.dtype) * (1.0 if node.op == "add" else -1.0)
     same = (la.abs() == lb.abs()) & (la != 0)
     both = (la != 0) & (lb != 0) & ~same
-    shares = [torch.where(both, share, 1.0) for share in _shares(node, terms)]
+    shares = [torch.where(both, share, 1.0) for share in split_of_terms(node, terms)]
     equal, opposite = (float((1 + side * alphas).abs().max()) for side in (1, -1))
     twice = torch.where(la * lb > 0, equal, opposite)
     on_a = torch.where(same, scaled(weights, twice), scaled(weights * shares[0], left))
     return [(la, on_a), (lb, torch.where(same, 0.0, scaled(weights * shares[1], right)))]
 
 
-def _shares(node: Node, terms: list[tuple[Value, float]]) -> list[float]:
+def split_of_terms(node: Node, terms: list[tuple[Value, float]]) -> list[float]:
     """Factors ``s_k`` with ``Σ 1 / s_k = 1``, the best for terms that change by ``L_k`` at most.
 
     Of terms that read the same inputs these are ``Σ L_j / L_k``, and the changes add up; of terms that read different
@@ -410,7 +410,7 @@ def lerp(node: Node, given: list[Tensor]) -> Weights:
     """``(1 - t) a + t b`` with a constant ``t``."""
     _constant_only(node, "weight")
     terms = _terms_of_lerp(node)
-    shares = _shares(node, terms) if len(terms) > 1 else [1.0]
+    shares = split_of_terms(node, terms) if len(terms) > 1 else [1.0]
     t = signed_readings(node.args["weight"], node.dtype)
     factors = {id(node.args["self"]): (1 - t).abs().amax(0), id(node.args["end"]): t.abs().amax(0)}
     return [

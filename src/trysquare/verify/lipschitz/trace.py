@@ -30,12 +30,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from trysquare import torch_internals
 from trysquare.nn.linalg.precision import autocast_dtype, users_device
-from trysquare.torch_internals import Args, Kwargs, Operator
+from trysquare.torch_internals import Args, Kwargs, Operator, TorchDispatchMode, tree_leaves, tree_map
 from trysquare.verify.lipschitz.checks import input_like
 from trysquare.verify.lipschitz.graph import Arguments, Frame, Graph, Inputs, NoRuleError, Shape, Value, class_name
 from trysquare.verify.lipschitz.record import Recorded, Recorder, layout, name_of, user_line
