@@ -178,7 +178,7 @@ def test_exact_values_are_rounded_up_not_down():
 BETWEEN = {
     "log": (lambda m, x: x.clamp_min(1).log(), 1.0), "log1p": (lambda m, x: x.relu().log1p(), 1.0),
     "inverse": (lambda m, x: 1 / (1 + x.abs()), 1.0), "exp": (lambda m, x: (-x.relu()).exp(), 1.0),
-    "exp of a maximum": (lambda m, x: torch.exp(1 - torch.maximum(x.abs(), m.half)), math.sqrt(math.e)),
+    "exp of a maximum": (lambda m, x: torch.exp(1 - torch.maximum(x.abs(), m.level)), math.sqrt(math.e)),
     "root": (lambda m, x: (x.abs() + 0.25).sqrt(), 1.0), "inverse root": (lambda m, x: (x.relu() + 1).rsqrt(), 0.5),
     "power": (lambda m, x: x.clamp(-2, 1) ** 3, 12.0), "square": (lambda m, x: (x.clamp(-1, 2) - 1).square(), 4.0),
     "negative power": (lambda m, x: (2 + x.tanh()) ** -1.5, 1.5),
@@ -194,7 +194,7 @@ BETWEEN = {
 def test_slopes_between_the_numbers_that_a_function_gets(name):
     function, slope = BETWEEN[name]
     half = torch.tensor(0.5, dtype=torch.float64)
-    found, norm = bound(function, (4,), half=half), seen(function, (4,), points=50, half=half)
+    found, norm = bound(function, (4,), level=half), seen(function, (4,), points=50, level=half)
     assert norm <= found * (1 + 1e-12)
     assert found <= slope * (1 + 1e-6)
 
@@ -309,3 +309,27 @@ def test_changes_of_the_same_input_still_add_up():
     for k in range(3):
         jacobian[:, k : k + 2] += torch.eye(2, dtype=torch.float64)
     assert torch.linalg.matrix_norm(jacobian, 2) <= mixed <= 3
+
+
+class Rescaled(nn.Module):
+    """A branch that starts as nothing: by a factor of zero, or a normalisation with a weight of zero."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.branch = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3), nn.ReLU())
+        self.last, self.kind, self.factor = nn.BatchNorm2d(3), kind, nn.Parameter(torch.zeros(1))
+        nn.init.zeros_(self.last.weight)
+
+    def forward(self, x):
+        branch = self.branch(x)
+        return x + (self.last(branch) if self.kind == "norm" else self.factor * branch)
+
+
+@pytest.mark.parametrize("kind", ["norm", "factor"])
+def test_branches_of_zero_add_nothing(kind):
+    model = nn.Sequential(*(Rescaled(kind) for _ in range(10)), nn.Flatten(), nn.Linear(75, 3)).eval()
+    norm = float(torch.linalg.matrix_norm(model[-1].weight.detach().double(), 2))
+    assert ts.lipschitz_bound(model, (3, 5, 5)) == pytest.approx(norm, rel=1e-4)
+    images = torch.randn(4, 3, 5, 5)
+    certificate = ts.certify(model, (images, model(images).argmax(1)))
+    assert certificate.rounding < 1e-9

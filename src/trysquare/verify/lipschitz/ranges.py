@@ -18,7 +18,7 @@ from trysquare.verify.lipschitz.rules import RULES, signed_readings, slope_betwe
 _ROUNDING = 2.0**-30
 _KNOWN = {"sin": (-1.0, 1.0), "cos": (-1.0, 1.0), "_softmax": (0.0, 1.0), "linalg_vector_norm": (0.0, math.inf)}
 # Calls whose results are among their arguments, or between them.
-_CHOICES = frozenset("maximum minimum max min amax amin sort mean where max_pool2d_with_indices".split())
+_CHOICES = frozenset("max min amax amin sort mean where max_pool2d_with_indices".split())
 
 
 class Ranges:
@@ -70,6 +70,9 @@ class Ranges:
         (low, high), op, rule = given[0], node.op, RULES.get(node.op)
         if op in _KNOWN:
             return _KNOWN[op]
+        if op in ("maximum", "minimum"):
+            pick = max if op == "maximum" else min
+            return pick(low, given[1][0]), pick(high, given[1][1])
         if op in _CHOICES:
             return _hull(given)
         if op in ("add", "sub", "rsub") and node.args.get("alpha", 1) == 1:

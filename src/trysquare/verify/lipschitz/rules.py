@@ -315,10 +315,11 @@ def split_of_terms(node: Node, terms: list[tuple[Value, float]]) -> list[float]:
     inputs they are ``Σ L_j² / L_k²``, and only their squares do.
     """
     sizes = [factor * node.changes.get(id(value), 1.0) for value, factor in terms]
-    if not all(0 < size < math.inf for size in sizes):
-        sizes = [1.0] * len(sizes)
     most = max(sizes)
-    sizes = [max(size / most, 1e-9) ** (2 if node.apart else 1) for size in sizes]
+    if not 0 < most < math.inf:
+        sizes, most = [1.0] * len(sizes), 1.0
+    # What hardly changes gets a small share, and not none: its rounding errors count by the factor.
+    sizes = [max((size / most) ** (2 if node.apart else 1), 1e-7) for size in sizes]
     return [sum(sizes) / size * _UP for size in sizes]
 
 
@@ -335,8 +336,8 @@ def multiply(node: Node, given: list[Tensor]) -> Weights:
     value, factor = node.args["self"], node.args["other"]
     if isinstance(value, Value) and isinstance(factor, Value):
         raise NoRuleError(
-            "two values that depend on the input are multiplied with each other, which is not Lipschitz unless both "
-            "are bounded, and has no rule"
+            "two values that depend on the input are multiplied with each other, which has no rule: it is Lipschitz "
+            "only where both are bounded"
         )
     if isinstance(factor, Value):
         value, factor = factor, value
@@ -348,8 +349,8 @@ def divide(node: Node, given: list[Tensor]) -> Weights:
     """A constant divisor for each number, before it is rounded to zero."""
     if isinstance(node.args["other"], Value):
         raise NoRuleError(
-            "the divisor depends on the input, which is not Lipschitz unless it is kept from 0 and the quotient is "
-            "bounded, and has no rule; 1 / divisor has one"
+            "the divisor depends on the input, which has no rule: it is Lipschitz only where the divisor is kept from "
+            "0 and the quotient is bounded"
         )
     if node.args.get("rounding_mode") is not None:
         raise NoRuleError("rounding jumps")
