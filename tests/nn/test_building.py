@@ -653,6 +653,21 @@ def test_short_dtypes_gather_in_float32(dtype):
         ].norm()  # half is lost where 300 terms add up in bfloat16
 
 
+@pytest.mark.parametrize("method", ["aoc", "soc"])
+def test_sums_of_gradients_may_be_larger_than_float16_can_say(method):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(ts.OrthoConv2d(4, 4, 3, method=method, bias=False) for _ in range(2))).half()
+    x = images().half()
+
+    def step(m):
+        for _ in range(8):
+            (m(x).float().sum() * 500).backward()
+
+    found, expected = two_ways(model, step)
+    assert all(value.isfinite().all() for value in expected.values())
+    assert_same(found, expected, atol=20.0)
+
+
 def test_autocast_and_switches(monkeypatch):
     torch.manual_seed(0)
     model = Branches()

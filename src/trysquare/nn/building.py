@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from trysquare import torch_internals
@@ -31,10 +31,10 @@ from trysquare.nn.parametrizations.base import (
     Caching,
     Parametrization,
     Slots,
+    Sources,
     WeightCache,
     parameters_of,
     plainly_laid_out,
-    state_of,
 )
 from trysquare.nn.sharing import Elsewhere, Ranks, managed_by_fsdp, shares
 
@@ -124,10 +124,11 @@ class _Block:
         self.open = True
         self.anchor = torch.zeros((), requires_grad=True)  # makes autograd record what reaches no free tensor
         self.weights: dict[tuple[WeightCache, Hashable], _Weight] = {}
-        # What was built at once, with the graph of its construction, and the weights that it consists of.
-        self.batches: list[tuple[Tensor, list[_Weight]]] = []
+        # Where backward through the construction of what was built at once begins, and the weights that it consists of.
+        self.batches: list[tuple[GradientEdge, list[_Weight]]] = []
         self.model, self.ranks, self.owner_only = model, ranks, owner_only
         self.differentiable = torch.is_grad_enabled()
+        self.distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.stand_ins: dict[Tensor, Tensor] = {}  # of free tensors, in the graphs of what this rank builds for all
         managed = managed_by_fsdp(model)
         if managed and ranks is not None:
@@ -180,15 +181,17 @@ class _Block:
         sources = [[self._stand_in(tensor) for tensor in free] for free in frees] if shared else frees
         with _as_for_training(wanted):
             made = _built_together(alike, sources)
-        exact = made.detach().unbind() if len(alike) > 1 else [made.detach()]
+        rounded = made.detach().to(alike[0].dtype_from(frees[0]))
+        exact = rounded.unbind() if len(alike) > 1 else [rounded]
+        if not wanted:
+            for part, weight in zip(alike, exact, strict=True):
+                part.cache.store(weight, part.slots, part.slots)
+            return
         weights = []
         for part, free, weight in zip(alike, frees, exact, strict=True):
-            if wanted:
-                weights.append(_Weight(self, weight, part.slots, list(part.slots), partial(part.built, free)))
-                self.weights[part.cache, None] = weights[-1]
-            else:
-                part.cache.store(weight, part.slots, part.slots)
-        self.batches.append((made, weights))
+            weights.append(_Weight(self, weight, part.slots, list(part.slots), partial(part.built, free)))
+            self.weights[part.cache, None] = weights[-1]
+        self.batches.append((get_gradient_edge(made), weights))
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         if tensor not in self.stand_ins:
@@ -217,7 +220,7 @@ class _Block:
         """Return a weight: the one of this block if somebody may want its gradient, otherwise that of the cache."""
         free = parameters_of(slots, names)
         with self.lock:
-            weight = self.weights.get((cache, key))
+            weight = self.weights.get((cache, key)) if self.open else None
             if weight is None:
                 if not _wanted(free):
                     return cache.get(build, slots, names, key)
@@ -226,8 +229,10 @@ class _Block:
                 # Inside of a checkpoint the hooks would keep this graph for a pass in which it is not built again.
                 with _as_for_training(True), saved_tensors_hooks(_same, _same):
                     made = build()
+                    if made.dtype == torch.float16:  # in which the sum of many gradients would be infinite
+                        return made
                     weight = self.weights[cache, key] = _Weight(self, made.detach(), slots, names, build)
-                self.batches.append((made, [weight]))
+                self.batches.append((get_gradient_edge(made), [weight]))
             weight.check()
             if not _wanted(free):
                 return weight.exact.detach()
@@ -238,7 +243,11 @@ class _Block:
     def close(self) -> None:
         """Hand out no more."""
         with self.lock:
+            if not self.open:
+                return
             self.open = False
+            for weight in self.weights.values():
+                del weight.exact, weight.handed
             for part in self.parts:
                 if part.block is self:
                     part.block = None
@@ -261,18 +270,21 @@ class _Block:
         inputs = list(dict.fromkeys(tensor for weight in met for tensor in weight.trained))
         if met:
             # Only to the free tensors of these: of a batch, others would get zeros where they have None.
-            made, grads = self._gradients_of_batches({weight: weight.total() for weight in met})
+            edges, grads = self._gradients_of_batches({weight: weight.total() for weight in met})
             with _unfrozen(inputs):
-                torch.autograd.backward(made, grads, inputs=inputs)
+                torch.autograd.backward(edges, grads, inputs=inputs)
         if self.ranks is not None and self.differentiable:
             self._average(self.ranks, shared)
 
-    def _gradients_of_batches(self, totals: dict[_Weight, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def _gradients_of_batches(self, totals: dict[_Weight, Tensor]) -> tuple[list[GradientEdge], list[Tensor]]:
         """Return what was built at once that includes these weights, and its gradients."""
-        met = [(made, weights) for made, weights in self.batches if any(weight in totals for weight in weights)]
-        grads = [[totals[w] if w in totals else w.total() for w in weights] for _, weights in met]
-        joined = [torch.stack(each) if len(each) > 1 else each[0] for each in grads]
-        return [made for made, _ in met], [grad.to(made.dtype) for grad, (made, _) in zip(joined, met, strict=True)]
+        edges, grads = [], []
+        for edge, weights in self.batches:
+            if any(weight in totals for weight in weights):
+                each = [totals[weight] if weight in totals else weight.total() for weight in weights]
+                edges.append(edge)
+                grads.append(torch.stack(each) if len(each) > 1 else each[0])
+        return edges, grads
 
     def _average(self, ranks: Ranks, shared: dict[_Weight, int]) -> None:
         """Take the means of the gradients over all ranks to the free tensors, and to all other parameters."""
@@ -303,12 +315,12 @@ class _Block:
         ranks.average([parameter.grad for parameter in means if parameter.grad is not None])
 
         sums = ranks.reduce([weight.total() for weight, _ in pairs], [owner for _, owner in pairs])
-        own = {w: total / ranks.size for (w, owner), total in zip(pairs, sums, strict=True) if owner == ranks.rank}
+        own = {w: total.div_(ranks.size) for (w, owner), total in zip(pairs, sums, strict=True) if owner == ranks.rank}
         found: dict[Tensor, Tensor] = {}
         if own:
             targets = {tensor: self.stand_ins[tensor] for weight in own for tensor in weight.trained}
-            made, grads = self._gradients_of_batches(own)
-            crossed = torch.autograd.grad(made, list(targets.values()), grads, materialize_grads=True)
+            edges, grads = self._gradients_of_batches(own)
+            crossed = torch.autograd.grad(edges, list(targets.values()), grads, materialize_grads=True)
             found = dict(zip(targets, crossed, strict=True))
         if not self.owner_only:
             wanted = list(dict.fromkeys((tensor, owner) for weight, owner in pairs for tensor in weight.trained))
@@ -322,10 +334,10 @@ class _Block:
                 torch.autograd.backward(list(found), list(found.values()))  # calls the hooks of the free tensors
 
     def forget(self) -> None:
-        """Let go of the weights: passes that were not differentiated hold on to what hands them out."""
+        """Let go of the gradients: passes that were not differentiated hold on to what hands weights out."""
         with self.lock:
             for weight in self.weights.values():
-                del weight.exact, weight.handed, weight.gathered
+                del weight.gathered
             self.weights.clear()
             self.batches.clear()
             self.stand_ins.clear()
@@ -345,16 +357,14 @@ class _Weight:
     def __init__(
         self, block: _Block, exact: Tensor, slots: Slots, names: Sequence[str], build: Callable[[], Tensor]
     ) -> None:
-        self.block, self.exact, self.slots, self.names, self.build = block, exact, slots, names, build
-        self.free: list[Tensor] = list(parameters_of(slots, names))
-        self.states = [_state(tensor) for tensor in self.free]
+        self.block, self.exact, self.shape, self.build = block, exact, exact.shape, build
+        self.sources = Sources(slots, names)
+        self.free = self.sources.tensors
         self.trains = [tensor.requires_grad for tensor in self.free]
-        self.trained = [tensor for tensor in self.free if tensor.requires_grad]
         self.gathered: Tensor | None = None
         # A pass runs the hooks of all leaves that it reaches, also without a gradient: those of users, and DDP's.
         hooked = any(tensor._backward_hooks or tensor._post_accumulate_grad_hooks for tensor in self.free)
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self.reached = [] if hooked or distributed else self.free
+        self.reached = [] if hooked or block.distributed else self.free
         self.handed: Tensor = apply_function(_HandOut, self, block.anchor, *self.reached)
 
     def check(self) -> None:
@@ -363,18 +373,25 @@ class _Weight:
         Raises:
             RuntimeError: if one was.
         """
-        for name, tensor, state in zip(self.names, self.free, self.states, strict=True):
-            if self.slots.get(name) is not tensor or _state(tensor) != state:
-                raise RuntimeError(
-                    f"a free tensor (of shape {tuple(tensor.shape)}) was changed in place inside of "
-                    "`with ts.built(model)`, moved or replaced, so that the weight that was built from it is out of "
-                    "date: step the optimizer, load, move and initialise outside of the block"
-                )
+        if not self.sources.unchanged():
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.free)
+            raise RuntimeError(
+                f"a free tensor (of shape {shapes}) was changed in place inside of `with ts.built(model)`, moved or "
+                "replaced, so that the weight that was built from it is out of date: step the optimizer, load, move "
+                "and initialise outside of the block"
+            )
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The free tensors whose gradients were wanted when the weight was built."""
+        return [tensor for tensor, trains in zip(self.free, self.trains, strict=True) if trains]
 
     def total(self) -> Tensor:
         """Return the sum of the gradients that gathered, which may be none."""
-        dtype = at_least_float32(self.exact.dtype)
-        return torch.zeros_like(self.exact, dtype=dtype) if self.gathered is None else self.gathered
+        if self.gathered is not None:
+            return self.gathered
+        like = self.free[0]
+        return torch.zeros(self.shape, dtype=at_least_float32(like.dtype), device=like.device)
 
     def gradients(self, grad: Tensor | None, leaves: Sequence[Any]) -> tuple[Tensor | None, ...]:
         """Gather a gradient, or return those of the free tensors where they are wanted at once.
@@ -402,10 +419,6 @@ class _Weight:
             exact = self.build()
         found = iter(torch.autograd.grad(exact, wanted, grad, create_graph=differentiated, allow_unused=True))
         return tuple(None if leaf is None else next(found) for leaf in leaves)
-
-
-def _state(tensor: Tensor) -> tuple[int, ...]:
-    return tensor.data_ptr(), *state_of(tensor)
 
 
 def _all_run(leaves: Sequence[Any]) -> bool:
@@ -464,14 +477,13 @@ def _keeps_all_cores_busy(part: Parametrization) -> bool:
 
 
 def _built_together(alike: Sequence[Parametrization], frees: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return the weights of parametrizations in the dtype of their layers, stacked unless it is only one."""
-    first = alike[0]
+    """Return the weights of parametrizations in full precision, stacked unless it is only one."""
     if len(alike) == 1:
-        return first.built(frees[0])
-    stacked: list[Tensor] = [apply_function(_Stack, *each) for each in zip(*frees, strict=True)]
-    exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in stacked]
+        build, free = alike[0].build, frees[0]
+    else:
+        build, free = alike[0].build_together, [apply_function(_Stack, *each) for each in zip(*frees, strict=True)]
     with differentiated_once():  # a second time, each weight is built by itself
-        return plainly_laid_out(protected(first.build_together, exact).to(first.like.dtype))
+        return plainly_laid_out(protected(build, [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]))
 
 
 class _Stack(torch.autograd.Function):

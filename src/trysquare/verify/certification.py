@@ -30,11 +30,10 @@ from trysquare.files import JsonObject, or_infinite, read_json, without_infiniti
 from trysquare.naming import shown
 from trysquare.nn.geometry import per_axis
 from trysquare.nn.linalg.operator import checked_weight
-from trysquare.nn.linalg.precision import coarsest_dtype
+from trysquare.nn.linalg.precision import coarsest_dtype, own_tensors, users_device
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.nn.losses import check_batch
 from trysquare.progress import track
-from trysquare.verify.contexts import own_tensors, users_device
 from trysquare.verify.lipschitz import (
     BATCH,
     Analysis,

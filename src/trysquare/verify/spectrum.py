@@ -23,9 +23,9 @@ from trysquare.nn.linalg.bounds import (
 )
 from trysquare.nn.linalg.lanczos import ExtremeSingularValues, golub_kahan
 from trysquare.nn.linalg.operator import Axis, LinearLayer, LinearOperator
+from trysquare.nn.linalg.precision import own_tensors
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF, Polyphase, circular_singular_values, polyphase
 from trysquare.progress import busy
-from trysquare.verify.contexts import own_tensors
 from trysquare.verify.operators import read_layer
 
 # Entries of the largest dense matrix whose singular values are computed, and the side of the largest that a bound is

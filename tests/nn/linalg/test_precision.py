@@ -1,6 +1,7 @@
 """Products of kernel construction are in IEEE float32 or better, whatever the user has switched on."""
 
 import threading
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -60,6 +61,16 @@ USERS = {
 }
 
 
+@contextmanager
+def _switched_now():
+    for key in SWITCHES:
+        torch._C._set_fp32_precision_setter(*key, "bf16" if key[0] == "mkldnn" else "tf32")
+    yield
+
+
+LATER = {"autocast": lambda: torch.autocast("cpu", torch.bfloat16), "switches": _switched_now}
+
+
 class Looking(TorchDispatchMode):
     """Notes the products in float32 that run while a switch allows fewer digits."""
 
@@ -99,8 +110,11 @@ def build(layer, shape):
 BUILT = [name for name in CASES if name not in ("Householder", "NActivation", "BatchCentering", "LayerCentering")]
 
 
-def built_and_differentiated(name, times):
-    """The free tensors' gradients, and those of a function of these, with the products on the way."""
+def built_and_differentiated(name, times, later=nullcontext):
+    """The free tensors' gradients, and those of a function of these, with the products on the way.
+
+    Backward passes run within ``later()``.
+    """
     make, shape = CASES[name]
     torch.manual_seed(0)
     layer = make()
@@ -108,9 +122,10 @@ def built_and_differentiated(name, times):
     with Looking() as looking:
         made = build(layer, shape)
         loss = sum((part.abs() ** 3).sum() for part in made)
-        for _ in range(times):
-            found = torch.autograd.grad(loss, free, create_graph=times > 1, allow_unused=True)
-            loss = sum((g**2).sum() for g in found if g is not None)
+        with later():
+            for _ in range(times):
+                found = torch.autograd.grad(loss, free, create_graph=times > 1, allow_unused=True)
+                loss = sum((g**2).sum() for g in found if g is not None)
     assert made
     assert looking.products or "UnitNorm" in name
     return looking.wrong
@@ -131,6 +146,37 @@ def test_autocast_around_backward_does_not_reach_construction(name):
     with torch.autocast("cpu", torch.bfloat16):
         assert built_and_differentiated(name, 1) == []
         assert built_and_differentiated(name, 2) == []
+
+
+@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("later", ["autocast", "switches"])
+def test_what_is_switched_on_between_forward_and_backward_does_not_reach_construction(name, later):
+    assert built_and_differentiated(name, 1, LATER[later]) == []
+    for key in SWITCHES:
+        torch._C._set_fp32_precision_setter(*key, "none")
+    assert built_and_differentiated(name, 2, LATER[later]) == []
+
+
+@pytest.mark.parametrize("name", ["method bcop", "method aol", "linear cayley"])
+def test_gradients_are_the_same_if_autocast_is_on_only_for_backward(name):
+    make, _ = CASES[name]
+    layer = make()
+    free = [p for n, p in layer.named_parameters() if "original" in n]
+
+    def derivatives():
+        first = torch.autograd.grad(loss, free, create_graph=True)
+        return [*first, *torch.autograd.grad(sum((g**2).sum() for g in first), free, retain_graph=True)]
+
+    loss = layer.weight.pow(3).sum()
+    expected = derivatives()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [*derivatives(), *torch.autograd.grad(loss, free, retain_graph=True)]
+    for one, two in zip(found, [*expected, *expected], strict=False):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        free[0].mul_(2)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="changed in place"):
+        torch.autograd.grad(loss, free)
 
 
 @pytest.mark.parametrize("name", ["method aoc", "method bcop", "linear newton_schulz"])
@@ -240,6 +286,21 @@ def test_what_somebody_switches_in_the_meantime_stays():
         torch._C._set_fp32_precision_setter("cuda", "matmul", "tf32")
     assert torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
     assert torch._C._get_fp32_precision_getter("mkldnn", "matmul") == "bf16"  # the user's own again
+
+
+@pytest.mark.parametrize("wider", [("generic", "all"), ("mkldnn", "all")])
+def test_products_follow_the_users_wider_switch_as_before(wider):
+    layer = ts.OrthoLinear(4, 4)
+    torch._C._set_fp32_precision_setter(*wider, "tf32")
+    layer.weight.sum().backward()
+    for value in ("ieee", "bf16", "none"):
+        torch._C._set_fp32_precision_setter(*wider, value)
+        assert torch._C._get_fp32_precision_getter("mkldnn", "matmul") == value
+    torch._C._set_fp32_precision_setter("mkldnn", "matmul", "tf32")
+    torch._C._set_fp32_precision_setter(*wider, "tf32")
+    layer.weight.sum().backward()
+    torch._C._set_fp32_precision_setter(*wider, "ieee")
+    assert torch._C._get_fp32_precision_getter("mkldnn", "matmul") == "tf32"
 
 
 def test_compiled_graphs_compute_in_float64_instead():

@@ -190,9 +190,23 @@ def _in_a_thread(m, x):
     return found[0]
 
 
+def _for_large_values_in_a_thread(m, x):
+    y = x * 1.0
+
+    def run():
+        with contextlib.suppress(NoRuleError):
+            y.add_(1000 * F.relu(y - 100))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return y
+
+
 REFUSED = [
     _part_of_a_weight, _column_of_a_weight, _values_into_a_weight, _another_holding, _another_weight, _storage,
     _storage_of_a_constant, _by_an_array, _by_a_buffer, _left_unwritten, _set, _by_its_address, _in_a_thread,
+    _for_large_values_in_a_thread,
 ]  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -49,10 +50,11 @@ _OF_DEVICE = {"cpu": "mkldnn", "cuda": "cuda", "xpu": "mkldnn"}
 def is_reduced(device: str, operation: str = "matmul") -> bool:
     """Whether torch may compute float32 products (or convolutions, ``"conv"``) on a device with fewer digits."""
     backend = _OF_DEVICE.get(device)
-    if backend is None:
-        return False
-    own = torch_internals.precision_of(backend, operation)
-    return (own if own != "none" else torch_internals.precision_of(backend, "all")) in ("tf32", "bf16")
+    return backend is not None and _is_reduced_by(backend, operation)
+
+
+def _is_reduced_by(backend: str, operation: str = "matmul") -> bool:
+    return torch_internals.precision_of(backend, operation) in ("tf32", "bf16")
 
 
 def _older_switch() -> str | None:
@@ -78,14 +80,14 @@ class _FullProducts:
     def __enter__(self) -> None:
         with self._lock:
             if not self.inside:
-                self._before = (
-                    _older_switch(),
-                    {backend: torch_internals.precision_of(backend, "matmul") for backend in _SWITCHES},
-                )
+                older = _older_switch()
+                older = None if older == "highest" else older
+                reduced = [backend for backend in _SWITCHES if older is not None or _is_reduced_by(backend)]
+                self._before = older, {backend: _own_precision(backend) for backend in reduced}
                 # The older one first: torch refuses to compute where it and the newer ones disagree.
-                if self._before[0] is not None:
+                if older is not None:
                     torch.set_float32_matmul_precision("highest")
-                for backend in _SWITCHES:
+                for backend in reduced:
                     torch_internals.set_precision_of(backend, "matmul", "ieee")
             self.inside += 1
 
@@ -95,11 +97,35 @@ class _FullProducts:
             if self.inside:
                 return
             older, newer = self._before
-            ours = [backend for backend in _SWITCHES if torch_internals.precision_of(backend, "matmul") == "ieee"]
+            ours = [backend for backend in newer if torch_internals.precision_of(backend, "matmul") == "ieee"]
             if older is not None and len(ours) == len(_SWITCHES):
                 torch.set_float32_matmul_precision(older)
             for backend in ours:
                 torch_internals.set_precision_of(backend, "matmul", newer[backend])
+
+
+def _own_precision(backend: str) -> str:
+    """What the switch for products on a backend was set to itself: ``"none"`` if it follows those of wider scope.
+
+    Torch tells only what comes of it. Put back as its own, that would not follow the wider switches any more, and
+    products would go on in TF32 after the user has switched it off. So it is tried whether it follows: towards IEEE,
+    which does no harm to other threads.
+    """
+    seen, whole = torch_internals.precision_of(backend, "matmul"), torch_internals.precision_of(backend, "all")
+    if whole != seen or not _is_reduced_by(backend):
+        return seen
+    wider = torch_internals.precision_of("generic", "all")
+    if wider == whole and _follows(backend, "all", "generic", wider):
+        whole = "none"
+    return "none" if _follows(backend, "matmul", backend, whole) else seen
+
+
+def _follows(backend: str, operation: str, wider: str, value: str) -> bool:
+    """Whether a switch follows that of all operations of ``wider``, which is put back to ``value``."""
+    torch_internals.set_precision_of(wider, "all", "ieee")
+    followed = torch_internals.precision_of(backend, operation) == "ieee"
+    torch_internals.set_precision_of(wider, "all", value)
+    return followed
 
 
 _FULL_PRODUCTS = _FullProducts()
@@ -118,19 +144,33 @@ def protected(build: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor
     in forward mode they cannot, so everything is computed in float64 there, which they do not touch.
     """
     like = tensors[0]
-    if like.dtype == torch.float64 or not (_user_reduces(like) or autocast_dtype(like) is not None):
+    if like.dtype == torch.float64:
         return build(*tensors)
+    reduced = _user_reduces(like) or autocast_dtype(like) is not None
     if only_first_derivatives():
         if torch.is_grad_enabled():
-            return _Protected.apply(lambda *inputs: (build(*inputs),), *tensors)[0]
-    elif _user_reduces(like) or not torch.compiler.is_compiling():
+            if reduced:
+                return _Protected.apply(lambda *inputs: (build(*inputs),), *tensors)[0]
+            return _guarded(build(*tensors), build, tensors)
+    elif reduced and (_user_reduces(like) or not torch.compiler.is_compiling()):
         return build(*(tensor.double() for tensor in tensors)).to(like.dtype)
     with full_precision(like):
         return build(*tensors)
 
 
-class _ProtectedContext(Context, Protocol):
+class _BuildContext(Context, Protocol):
     build: Callable[..., tuple[Tensor, ...]]
+    convolves: bool
+
+
+class _KeepsInputs(Protocol):
+    @property
+    def inputs(self) -> Sequence[object]: ...
+
+    versions: list[int]
+
+
+class _ProtectedContext(_BuildContext, Protocol):
     copies: list[Tensor]
     results: tuple[Tensor, ...]
 
@@ -145,20 +185,78 @@ class _Protected(torch.autograd.Function):
         with full_precision(tensors[0]), torch.enable_grad():
             ctx.copies = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
             ctx.results = build(*ctx.copies)
-        ctx.build = build
+        ctx.build, ctx.convolves = build, not is_reduced(tensors[0].device.type, "conv")
         ctx.save_for_backward(*tensors)
         return tuple(result.detach() for result in ctx.results)
 
     @staticmethod
     def backward(ctx: _ProtectedContext, *grads: Tensor) -> Gradients:
         needed = ctx.needs_input_grad[1:]
-        if is_differentiated():  # the gradient is a function like any other, to be protected in turn
-            found = iter(_Protected.apply(_gradient_of(ctx.build, needed), *ctx.saved_tensors, *grads))
+        if is_differentiated() or _convolutions_are_reduced_now(ctx, grads[0]):
+            found = iter(_gradients_anew(ctx.build, ctx.saved_tensors, needed, grads))
         else:
             wanted = [copy for copy, need in zip(ctx.copies, needed, strict=True) if need]
             with full_precision(grads[0]):
                 found = iter(torch.autograd.grad(ctx.results, wanted, grads, retain_graph=True, allow_unused=True))
         return None, *(next(found) if need else None for need in needed)
+
+
+def _guarded(result: Tensor, build: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """``result``, which is ``build(*tensors)``, with derivatives that stay exact if something is switched on later."""
+    if type(result) is not Tensor or not result.requires_grad or torch_internals.jit_trace() is not None:
+        return result
+    return apply_function(_Guarded, lambda *inputs: (build(*inputs),), result, *tensors)
+
+
+class _GuardedContext(_BuildContext, Protocol):
+    inputs: tuple[Tensor, ...]
+    versions: list[int]
+
+
+class _Guarded(torch.autograd.Function):
+    """A tensor as it is, with the graph that it has, which backward leaves where that would lose digits.
+
+    So it is if backward, or backward of backward, runs under autocast or switches that were off when the tensor was
+    built. What can be differentiated again is made such that its own derivatives are exact.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: _GuardedContext, build: Callable[..., tuple[Tensor, ...]], result: Tensor, *tensors: Tensor
+    ) -> Tensor:
+        ctx.build, ctx.convolves = build, not is_reduced(result.device.type, "conv")
+        ctx.inputs, ctx.versions = tensors, _versions(tensors)  # as in `for_first_derivatives`
+        ctx.set_materialize_grads(False)
+        return torch_internals.make_subclass(Tensor, result)  # not a call to any kernel
+
+    @staticmethod
+    def backward(ctx: _GuardedContext, grad: Tensor | None) -> Gradients:
+        if grad is None:
+            return nothing_for(ctx)
+        needed = ctx.needs_input_grad[2:]
+        reduced = _user_reduces(grad) or autocast_dtype(grad) is not None or _convolutions_are_reduced_now(ctx, grad)
+        if not (only_first_derivatives() if torch.is_grad_enabled() else reduced):
+            return None, grad, *(None for _ in needed)
+        _refuse_changed(ctx)
+        found = iter(_gradients_anew(ctx.build, ctx.inputs, needed, [grad]))
+        return None, None, *(next(found) if need else None for need in needed)
+
+
+def _convolutions_are_reduced_now(ctx: _BuildContext, grad: Tensor) -> bool:
+    """Whether convolutions have fewer digits than they had when something was built, which may have used some."""
+    return ctx.convolves and is_reduced(grad.device.type, "conv")
+
+
+def _gradients_anew(
+    build: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], needed: Sequence[bool], grads: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """The gradients of the needed inputs of ``build``, which is called again, in full precision."""
+    if torch.is_grad_enabled():  # the gradient is a function like any other, to be protected in turn
+        return _Protected.apply(_gradient_of(build, needed), *inputs, *grads)
+    with full_precision(grads[0]), torch.enable_grad():
+        copies = [tensor.detach().requires_grad_(need) for tensor, need in zip(inputs, needed, strict=True)]
+        wanted = [copy for copy, need in zip(copies, needed, strict=True) if need]
+        return torch.autograd.grad(build(*copies), wanted, grads, materialize_grads=True)
 
 
 def _gradient_of(build: Callable[..., tuple[Tensor, ...]], needed: Sequence[bool]) -> Callable[..., tuple[Tensor, ...]]:
@@ -212,6 +310,37 @@ def full_precision(tensor: Tensor) -> AbstractContextManager[object]:
     stack.enter_context(_FULL_PRODUCTS)
     stack.enter_context(plain)
     return stack
+
+
+# -- what the user has switched on for all tensors, and is not about those that we make for ourselves
+
+_DEFAULT: ContextVar[torch.device | None] = ContextVar("the device on which the user makes tensors by default")
+
+
+@contextmanager
+def own_tensors() -> Iterator[None]:
+    """Context, or decorator, in which tensors are made on the processor and remember gradients.
+
+    ``torch.set_default_device``, ``with torch.device(...)`` and ``torch.inference_mode`` are about the user's tensors.
+    The user's model runs inside of ``users_device``.
+
+    Raises:
+        ValueError: if tensors are made without numbers.
+    """
+    if torch_internals.fake_mode() is not None:
+        raise ValueError("FakeTensorMode is on, in which tensors hold no numbers: leave it first")
+    device = torch.get_default_device()
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        if device.type != "cpu":
+            stack.callback(_DEFAULT.reset, _DEFAULT.set(device))
+            stack.enter_context(torch.device("cpu"))
+        yield
+
+
+def users_device() -> AbstractContextManager[object]:
+    """Context in which tensors are made where the user makes them by default."""
+    return _DEFAULT.get(None) or nullcontext()
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -437,6 +566,15 @@ def _versions(inputs: Sequence[object]) -> list[int]:
     return [t._version for t in inputs if isinstance(t, Tensor) and not t.is_inference()]
 
 
+def _refuse_changed(ctx: _KeepsInputs) -> None:
+    if ctx.versions != _versions(ctx.inputs):
+        raise RuntimeError(
+            "a free tensor of an orthogonal weight was changed in place after the weight was built, so that its "
+            "derivatives (second ones, or any under autocast that was off then) cannot be computed any more: take them "
+            "before the optimizer steps"
+        )
+
+
 def gradient_again(ctx: _FirstContext, function: Callable[..., Tensor], grad: Tensor) -> Gradients:
     """Return the gradients of all inputs that were kept, as differentiable functions of these and of ``grad``.
 
@@ -445,11 +583,7 @@ def gradient_again(ctx: _FirstContext, function: Callable[..., Tensor], grad: Te
         function: computes the same, and is differentiable all the way.
         grad: gradient of the result.
     """
-    if ctx.versions != _versions(ctx.inputs):
-        raise RuntimeError(
-            "a free tensor of an orthogonal weight was changed in place after the weight was built, so that second "
-            "derivatives of it cannot be computed any more: take them before the optimizer steps"
-        )
+    _refuse_changed(ctx)
     pairs = zip(ctx.inputs, ctx.needs_input_grad, strict=True)
     wanted = [tensor for tensor, needed in pairs if needed and isinstance(tensor, Tensor)]
     with torch.enable_grad(), full_precision(grad):

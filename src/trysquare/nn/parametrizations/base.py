@@ -7,7 +7,7 @@ how its free tensors stay well conditioned, and the layer that has such a weight
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
 from itertools import count
 from math import prod
 from operator import itemgetter
@@ -45,13 +45,35 @@ def parameters_of(slots: Slots, names: Iterable[str]) -> list[nn.Parameter]:
 # -- caching: in eval mode a built weight is kept until something that it depends on changes
 
 
-class WeightCache:
-    """One tensor, with what it was built from, and for which ``key``. A copy starts empty, and so does a pickled one.
+class Sources:
+    """The tensors of these names in ``slots``, as they were when something was built from them.
 
-    The sources are remembered as slots of the module that holds them, so that a tensor that was replaced, moved or
-    written to is seen. Holding on to the tensors keeps their memory from being reused, so that equal addresses mean the
-    same memory.
+    They are remembered as slots of the module that holds them, so that a tensor that was replaced, moved or written to
+    is seen. Holding on to their memory keeps it from being reused, so that equal addresses mean the same memory.
     """
+
+    def __init__(self, slots: Slots, names: Collection[str]) -> None:
+        self.step = _step
+        self.tensors = parameters_of(slots, names)
+        self._slots = [
+            (slots, name, source, source._version, source.data_ptr())
+            for name, source in zip(names, self.tensors, strict=True)
+        ]
+        self._held = [source.untyped_storage() for source in self.tensors]
+
+    def unchanged(self) -> bool:
+        """Whether no tensor was replaced, moved or written to, by an optimizer or in place."""
+        return all(
+            slots.get(name) is source
+            and source._version == version
+            and source.data_ptr() == address
+            and _stepped.get(id(source), 0) <= self.step
+            for slots, name, source, version, address in self._slots
+        )
+
+
+class WeightCache:
+    """One tensor, with what it was built from, and for which ``key``. Copies start empty, and pickled ones too."""
 
     def __init__(self) -> None:
         self.clear()
@@ -60,11 +82,10 @@ class WeightCache:
         """Forget the weight."""
         self.weight: Tensor | None = None
         self._key: Hashable = None
-        self._version = self._step = 0
-        self._held: list[Tensor] = []
-        self._slots: list[tuple[Slots, str, Tensor, int, int]] = []
+        self._version = 0
+        self._sources = Sources({}, ())
 
-    def get(self, build: Callable[[], Tensor], slots: Slots, names: Iterable[str], key: Hashable = None) -> Tensor:
+    def get(self, build: Callable[[], Tensor], slots: Slots, names: Collection[str], key: Hashable = None) -> Tensor:
         """Return the weight for ``key``; if out of date, build it from the tensors of these names in ``slots``."""
         if not self.fresh(key):
             # Not an inference tensor even in inference mode: the next pass may want gradients of its input.
@@ -73,28 +94,16 @@ class WeightCache:
         assert self.weight is not None
         return self.weight
 
-    def store(self, weight: Tensor, slots: Slots, names: Iterable[str], key: Hashable = None) -> None:
+    def store(self, weight: Tensor, slots: Slots, names: Collection[str], key: Hashable = None) -> None:
         """Keep a weight that was built from the tensors of these names in ``slots``."""
-        self.weight, self._version, self._step, self._key = weight, weight._version, _step, key
-        names = tuple(names)
-        sources = parameters_of(slots, names)
-        pairs = zip(names, sources, strict=True)
-        self._slots = [(slots, name, source, source._version, source.data_ptr()) for name, source in pairs]
-        self._held = [source.detach() for source in sources]
+        self.weight, self._version, self._key = weight, weight._version, key
+        self._sources = Sources(slots, names)
 
     def fresh(self, key: Hashable = None) -> bool:
         """Whether there is a weight for ``key``, not written to, and what it was built from is as it was."""
         if self.weight is None or self.weight._version != self._version or key != self._key:
             return False
-        if self._step < _sharded_step:
-            return False
-        return all(
-            slots[name] is source
-            and source._version == version
-            and source.data_ptr() == address
-            and _stepped.get(id(source), 0) <= self._step
-            for slots, name, source, version, address in self._slots
-        )
+        return self._sources.step >= _sharded_step and self._sources.unchanged()
 
     def __reduce__(self) -> tuple[type[WeightCache], tuple[()]]:
         return WeightCache, ()
@@ -457,11 +466,6 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
         for place, part in sorted(places, key=itemgetter(0)):
             if place < len(tensors):
                 part.recondition(trained)
-
-
-def state_of(tensor: Tensor) -> tuple[int, int]:
-    """Return two numbers of which one grows when ``tensor`` is written to, by an optimizer or in place."""
-    return tensor._version, _stepped.get(id(tensor), 0)
 
 
 register_optimizer_step_post_hook(_after_step)

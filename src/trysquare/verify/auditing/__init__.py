@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from trysquare.nn.geometry import flag
+from trysquare.nn.linalg.precision import own_tensors
 from trysquare.progress import track
 from trysquare.torch_internals import tree_leaves
 from trysquare.verify.auditing.report import AuditReport, LayerAudit
 from trysquare.verify.auditing.rows import layer_row, steps_of
-from trysquare.verify.contexts import own_tensors
 from trysquare.verify.lipschitz import (
     InputShape,
     analyse,

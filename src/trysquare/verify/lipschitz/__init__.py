@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from trysquare.naming import shown
 from trysquare.nn.geometry import flag, per_axis
-from trysquare.nn.linalg.precision import coarsest_dtype
+from trysquare.nn.linalg.precision import coarsest_dtype, own_tensors, users_device
 from trysquare.torch_internals import tree_leaves, tree_map
-from trysquare.verify.contexts import own_tensors, users_device
 from trysquare.verify.lipschitz import ours as ours  # registers the rules of our blocks
 from trysquare.verify.lipschitz.blocks import constant_factor
 from trysquare.verify.lipschitz.checks import input_like, refuse_unreadable, require_module, unchanged

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from trysquare.naming import shown
 from trysquare.nn.export import with_fixed_weights
 from trysquare.nn.geometry import number, per_axis
+from trysquare.nn.linalg.precision import own_tensors, users_device
 from trysquare.progress import track
-from trysquare.verify.contexts import own_tensors, users_device
 from trysquare.verify.lipschitz.checks import require_dense, require_plain_module
 
 # Half the distance of the two points whose images confirm a slope, in multiples of the norm of the input plus 1: the

@@ -32,9 +32,8 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from trysquare import torch_internals
-from trysquare.nn.linalg.precision import autocast_dtype
+from trysquare.nn.linalg.precision import autocast_dtype, users_device
 from trysquare.torch_internals import Args, Kwargs, Operator, TorchDispatchMode, tree_leaves, tree_map
-from trysquare.verify.contexts import users_device
 from trysquare.verify.lipschitz.checks import input_like
 from trysquare.verify.lipschitz.graph import Arguments, Frame, Graph, Inputs, NoRuleError, Shape, Value, class_name
 from trysquare.verify.lipschitz.record import Recorded, Recorder, layout, name_of, user_line
@@ -62,17 +61,19 @@ class Traced(Tensor):
 
     Attributes:
         functional: torch's functional tensor.
+        tracer: who made it; a model may use it in another thread.
     """
 
     functional: Tensor
+    tracer: Tracer
     __torch_function__ = torch_internals.no_torch_function  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, inside: Tensor) -> Traced:
+    def __new__(cls, inside: Tensor, tracer: Tracer) -> Traced:
         """Wrap a value, a constant, or a functional tensor."""
         functional = inside if torch_internals.is_functional(inside) else torch_internals.to_functional(inside)
         made = torch_internals.without_memory(cls, functional)
-        made.functional = functional
+        made.functional, made.tracer = functional, tracer
         return made
 
     @property
@@ -82,20 +83,25 @@ class Traced(Tensor):
         return torch_internals.from_functional(self.functional)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        error = NoRuleError(f"it prints values ({user_line()}), and what is printed cannot be followed")
-        if (tracer := getattr(_ACTIVE, "tracer", None)) is not None:
-            tracer.note_failure("repr", error)
-        raise error
+        raise self._refusal("repr", f"it prints values ({user_line()}), and what is printed cannot be followed")
+
+    def _refusal(self, name: str, reason: str) -> NoRuleError:
+        """An error that counts even if the model, or another thread, catches it."""
+        error = NoRuleError(reason)
+        self.tracer.note_failure(name, error)
+        return error
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         own = [kind.__name__ for kind in types if not issubclass(kind, Traced)]
-        raise NoRuleError(
-            f"{func} was called on a value of a trace outside of it, or made it a tensor of another class "
-            f"({', '.join(own) or 'that of a weight'}), which cannot be followed; make weights plain tensors first: "
-            "nn.Parameter(weight.as_subclass(torch.Tensor))"
+        value = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Traced))
+        raise value._refusal(
+            str(func),
+            f"{func} was called on a value of a trace outside of it, as in another thread, or made it a tensor of "
+            f"another class ({', '.join(own) or 'that of a weight'}), which cannot be followed; make weights plain "
+            "tensors first: nn.Parameter(weight.as_subclass(torch.Tensor))",
         )
 
 
@@ -165,7 +171,7 @@ class Tracer(TorchDispatchMode):
             self._inputs = frozenset(self._made)
             self._run(inputs)
             self.recording, self._made, self.calls = True, {}, 0
-            result = self._run(tree_map(lambda leaf: Traced(self.recorder.new_input(leaf)), given))
+            result = self._run(tree_map(lambda leaf: Traced(self.recorder.new_input(leaf), self), given))
         if self._refused is not None:  # and the model has caught that
             error = self._refused
             raise (
@@ -254,7 +260,7 @@ class Tracer(TorchDispatchMode):
         if not (self.recording or self.tokens):
             self._look_for_tokens(op, args, kwargs)
         if not any(isinstance(tensor, Traced) for tensor in tensors):
-            known = {_address(tensor) for tensor in tensors if tensor.numel()}
+            known = {_address(tensor) for tensor in tensors if tensor.numel()} - {-1}
             result = func(*args, **kwargs)
             shared = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and _address(leaf) in known]
             if shared and not (self.recording or is_view or op == "_unsafe_view"):  # which torch knows to be a view
@@ -271,7 +277,7 @@ class Tracer(TorchDispatchMode):
                 )
         if not written:
             return tree_map(
-                lambda leaf: Traced(leaf) if isinstance(leaf, Tensor) else leaf, _functional(func, args, kwargs)
+                lambda leaf: Traced(leaf, self) if isinstance(leaf, Tensor) else leaf, _functional(func, args, kwargs)
             )
         return self._written(op, func, args, kwargs, written)
 
@@ -306,7 +312,7 @@ class Tracer(TorchDispatchMode):
             return made
         if "empty" in op and made.is_floating_point():
             made.fill_(math.nan)  # nobody may read what nothing was written into
-        return Traced(made)
+        return Traced(made, self)
 
     def _writes_into(self, tensor: Tensor) -> str:
         owners = (
@@ -372,7 +378,7 @@ class Tracer(TorchDispatchMode):
             if bool(((made.labels.abs() < label) & (made.labels != 0)).any()):  # a part of what it was given
                 recorder.nodes += inner
             else:
-                result = Traced(recorder.leaf(values, made, inner))
+                result = Traced(recorder.leaf(values, made, inner), self)
         recorder.busy = False
         return result
 
