@@ -158,9 +158,9 @@ def unpacked(path: Path) -> dict[str, Any]:
 def load_model(source: str | os.PathLike[str], factory: Factory | None = None) -> nn.Module:
     """Return a model in eval mode, from a checkpoint file, a run directory, or ``"package.module:factory"``.
 
-    Files run nothing: a model of ``trysquare.models`` is made again by name and arguments; for any other one, say what
-    makes it. While the module of a factory that you name is imported, the working directory is the last place in which
-    it, and what it imports, is looked for.
+    No code in a file is run: a model of ``trysquare.models`` is made again from its name and arguments; for any other
+    model, say what makes it. While the module of a factory that you name is imported, the working directory is the last
+    place where Python looks for it, and for what it imports.
 
     Args:
         source: a file of ``save_checkpoint``, the directory of a run, or a factory.

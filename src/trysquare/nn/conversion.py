@@ -568,13 +568,13 @@ def from_torch(
     keep: tuple[type[nn.Module], ...] = (),
     dry_run: bool = False,
 ) -> Converted | Conversion:
-    """Make a 1-Lipschitz network of a model of plain torch, with the same architecture.
+    """Turn a model in plain torch into a 1-Lipschitz network of the same architecture.
 
     Convolutions and linear layers become orthogonal ones of the same numbers where these exist, and 1-Lipschitz ones
     otherwise; normalisation becomes centering, activations ``MaxMin``; pooling is scaled to norm 1; sums of branches
-    get weights that add up to 1, and concatenations are divided by the root of the number of their parts. Everything
-    else either does not amplify as it is, or is refused with the line of code that does it. The model is traced in eval
-    mode: what it does in training only, besides dropout, is left out.
+    get weights that add up to 1, and concatenations are divided by the root of the number of their parts. All other
+    calls either do not amplify, or are refused, with the line of code that makes them. The model is traced in eval
+    mode: anything that it does only in training, besides dropout, is left out.
 
     Args:
         model: any model that ``torch.fx`` can trace; code may ask for sizes. It is not changed.
@@ -582,7 +582,7 @@ def from_torch(
         activation: ``"maxmin"``, or ``"keep"`` to leave activations, those that amplify divided by their largest slope.
         residual: ``"convex"`` weights ``(1 - t, t)`` of sums, or ``"learnable"`` ones of any sign; both are trained.
         init: ``"random"`` weights, or ``"pretrained"``: the nearest to those of the model (``layer.project_``), which
-            are first multiplied with the factors of a batch normalisation right behind.
+            are first multiplied by the factors of a batch normalisation that directly follows.
         expanding_shortcut: what becomes of a kernel that is smaller than its stride and has no orthogonal counterpart:
             ``"2x2"`` makes it as large as the stride, ``"aol"`` keeps its size and uses ``method="aol"``.
         keep: classes of modules that are left as they are; their constants are part of that of the network.

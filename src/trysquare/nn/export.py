@@ -31,7 +31,7 @@ class PlainLayer(Protocol):
 def to_torch(model: nn.Module, *, keep: tuple[type[nn.Module], ...] = ()) -> nn.Module:
     """Copy a model with every layer of this library replaced by plain ``torch.nn`` layers of the same function.
 
-    Replaced is every module that has a method ``as_torch``, which returns a plain module: layers
+    Every module that has a method ``as_torch`` is replaced by the plain module that it returns: layers
     and blocks whose weights are functions of free tensors. Activations, pooling and the like have
     no free tensors and no counterpart in ``torch.nn``, and are copied as they are.
 

@@ -25,18 +25,18 @@ def parameter_groups(model: nn.Module, *, lr: float | None = None, weight_decay:
     """Return the trainable parameters of a model in groups for an optimizer, of which only plain weights decay.
 
     Most weights of this library do not depend on the scale of their free tensors. Decay then does not make the weight
-    smaller, but every further step larger, which is what a learning rate is for; of the others it changes what the
-    method means by 0. So decay is for weights with two axes or more of layers that are not parametrized.
+    smaller, but every further step larger, which is what a learning rate is for; for the other weights it changes what
+    the method means by 0. So only weights with two axes or more decay, of layers that are not parametrized.
 
     Args:
         model: any model.
-        lr: learning rate of all groups; that of the optimizer if not given.
+        lr: learning rate of all groups; the optimizer's own if not given.
         weight_decay: decay of plain weights.
 
     Returns:
         Groups named ``"free"`` (free tensors of weights of ours, and of any other parametrization), ``"decayed"`` and
-        ``"other"`` (biases, factors, angles), without those that would be empty. They are dictionaries, in which a
-        group may get a learning rate of its own.
+        ``"other"`` (biases, factors, angles), without empty ones. They are dictionaries, so you can set
+        another learning rate for a group.
 
     Raises:
         TypeError: if ``model`` is no module.

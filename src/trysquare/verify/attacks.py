@@ -485,16 +485,16 @@ def attack_report(
 ) -> AttackReport:
     """Attack a model at each radius, and every sample at the edge of its own certified radius.
 
-    A sample that falls at one radius counts as fallen at all larger ones. Violations are recorded; ``check`` raises for
-    them.
+    A sample that falls at one radius counts as fallen at all larger ones. Violations are recorded; ``check`` raises if
+    there are any.
 
     Args:
         model: images to logits.
         data: the data of the certificate, in the same order.
         certificate: what ``certify`` returned.
         epsilons: radii; those of the certificate unless given.
-        attack: called as ``attack(model, images, labels, radius, box=box)``; ``functools.partial`` gives it settings.
-            The attack at certified radii is always ``pgd_l2``.
+        attack: called as ``attack(model, images, labels, radius, box=box)``; bind its settings by
+            ``functools.partial``. The attack at certified radii is always ``pgd_l2``.
         box: range of a pixel, or ``None``.
         batch_size: for data that is not in batches already.
 

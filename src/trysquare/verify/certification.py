@@ -69,7 +69,7 @@ def certified_radius(
     *,
     error: float | Tensor = 0.0,
 ) -> Tensor:
-    """Return how far an input must at least be moved (l2) before its class can differ from its label.
+    """Return the least l2 distance by which an input must be moved before its class can differ from its label.
 
     ``min_j (z_y - z_j - error) / C_yj`` over the other classes, where ``C_yj`` is the Lipschitz constant of ``z_y -
     z_j``: ``√2 · lipschitz`` in general, and ``lipschitz · |w_y - w_j|`` if the last layer is linear with rows ``w``.
@@ -363,18 +363,18 @@ def certify(
 ) -> Certificate:
     """Certify the answers of a classifier on data.
 
-    The Lipschitz bound is computed from the weights in use, with every scaling of the data that is part of the model;
-    if the output comes straight from a linear layer, that is used pair by pair of classes. The module's docstring says
-    what is proved and what is measured. The model is in eval mode meanwhile.
+    The Lipschitz bound is computed from the weights in use, with every scaling of the data that is part of the model.
+    If the output comes straight from a linear layer, its rows are used for each pair of classes. The module's docstring
+    says what is proved and what is measured. The model is put in eval mode meanwhile.
 
     Args:
         model: images to logits.
         data: batches of images and labels, a dataset, or a pair of tensors. Images are floating point, and are rounded
             to the dtype of the model: radii are about the rounded ones.
         epsilons: radii to report, in units of the pixels; 1 is ``255/255``.
-        input_shape: shape of one image; that of the first, unless given. All must have it.
-        batch_size: for data that is not in batches already.
-        measured_samples: on how many samples, from the first on, the model as it runs is compared with float64.
+        input_shape: shape that all images must have; that of the first one unless given.
+        batch_size: size of batches, for data that is not in batches already.
+        measured_samples: number of samples, from the first on, on which the model as it runs is compared with float64.
 
     Raises:
         NoRuleError: if a part of the model has no Lipschitz rule.

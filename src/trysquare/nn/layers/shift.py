@@ -68,7 +68,7 @@ class ChannelShift(Isometry, nn.Module):
 
 
 class Positions(Isometry, nn.Module):
-    """Add a learned number at each place: what is the same everywhere else can tell places apart.
+    """Add a learned number at each position, so that layers that treat all positions alike can tell them apart.
 
     Isometric: a translation. The numbers start at 0.
 

@@ -31,14 +31,14 @@ _LOWER_BOUND_SECONDS = 3.0
 def audit(
     model: nn.Module, input_shape: InputShape, *, inputs: Tensor | None = None, spectra: bool = False
 ) -> AuditReport:
-    """Audit a network: built with this library or not.
+    """Audit a network, whether it was built with this library or not.
 
     Args:
         model: in eval mode if it has dropout or batch normalisation. It returns a tensor, or tuples and dictionaries
             of them, which count as one long vector.
         input_shape: shape of one input without the batch.
-        inputs: ``(batch, *input_shape)``, where to look for the lower bound; normal noise unless given. A network that
-            starts with an embedding has none, because tokens have no Jacobian.
+        inputs: ``(batch, *input_shape)``, where the search for the lower bound starts; normal noise unless given. A
+            network that starts with an embedding has none, because tokens have no Jacobian.
         spectra: whether to keep all singular values of layers for which they are affordable.
 
     Returns:

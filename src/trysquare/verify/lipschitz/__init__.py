@@ -46,28 +46,28 @@ _LARGEST_INPUT = 1 << 26
 
 
 def lipschitz_bound(model: nn.Module, input_shape: InputShape) -> float:
-    """Certified upper bound on the l2 Lipschitz constant of a network, in the mode that it is in.
+    """Return a certified upper bound on the l2 Lipschitz constant of a network, in its present mode.
 
-    The model runs once, and what it computes is recorded call by call (``trace``); a closed table
-    has a bound for each call (``rules``). A scaling of the data in front (mean and deviation) is
-    part of the constant. 0 means that the output provably does not change; bounds that are not between 1e-150 and 1e150
-    may come out larger, up to infinity.
+    The model runs once, and what it computes is recorded call by call (``trace``); a closed table has a bound for each
+    call (``rules``). A scaling of the data in front (mean and deviation) is part of the constant. A bound of 0 means
+    that the output provably does not change; bounds that are not between 1e-150 and 1e150 may come out larger, up to
+    infinity.
 
     Proved: for all inputs ``x``, ``y`` of this shape, ``|f(x) - f(y)| <= bound * |x - y|`` for the recorded calls with
     the weights that the forward pass uses, in exact arithmetic, and that the samples of a batch do not mix. The
-    rounding of the forward pass in its dtype is not included. That the model makes the same calls for every batch is
-    seen on random inputs, and checked by ``certify`` for each batch that it certifies. What has no rule raises; nothing
-    is taken to be 1 in silence.
+    rounding of the forward pass in its dtype is not included. Random inputs test that the model makes the same calls
+    for every batch, and ``certify`` checks it for each batch that it certifies. A call without a rule raises; no
+    constant is ever assumed to be 1.
 
-    A network that starts with an embedding takes tokens: its constant is that with respect to one-hot vectors over
-    the vocabulary, so that changing ``k`` tokens changes the output by at most ``bound * sqrt(2 k)``.
+    A network that starts with an embedding takes tokens: its constant is with respect to one-hot vectors over the
+    vocabulary, so changing ``k`` tokens changes the output by at most ``bound * sqrt(2 k)``.
 
     Args:
-        model: not changed. In eval mode if it has layers that behave differently in training (dropout, batch
-            normalisation, spectral normalisation); training mode is refused for them.
+        model: any module; it is not changed. It must be in eval mode if it has layers that behave differently in
+            training (dropout, batch normalisation, spectral normalisation).
         input_shape: shape of one input without the batch; a list of shapes for a model of several inputs, or a
-            dictionary for inputs by name. The bound is then with respect to all of them together, and with several
-            outputs (tuples, dictionaries) of all of these together.
+            dictionary for inputs by name. The bound is then with respect to all inputs together, and for all outputs
+            together if the model returns several (tuples, dictionaries).
 
     Raises:
         NoRuleError: if a call is not Lipschitz or has no rule, or the forward pass is not a fixed function of each
