@@ -149,9 +149,11 @@ class _Block:
             kinds = [(part, number) for number, group in enumerate(groups) for part in group]
             self.owners = shares([pair for pair in kinds if _wanted(list(pair[0].slots.values()))], ranks.size)
         self._take_over()
-        for group in groups:
-            if own := [part for part in group if ranks is None or self.owners.get(part, ranks.rank) == ranks.rank]:
-                self._build(own)
+        # If its gradient is differentiated in turn, each weight is built again by itself.
+        with _as_for_training(self.differentiable), differentiated_once():
+            for group in groups:
+                if own := [part for part in group if ranks is None or self.owners.get(part, ranks.rank) == ranks.rank]:
+                    self._build(own)
         if self.owners:
             self._exchange()
         for each in self.parts:
@@ -179,8 +181,7 @@ class _Block:
         wanted, shared = _wanted(frees[0]), alike[0] in self.owners
         # Hooks of free tensors are for the mean that arrives in the end, not for what this rank finds on the way.
         sources = [[self._stand_in(tensor) for tensor in free] for free in frees] if shared else frees
-        with _as_for_training(wanted):
-            made = _built_together(alike, sources)
+        made = _built_together(alike, sources)
         rounded = made.detach().to(alike[0].dtype_from(frees[0]))
         exact = rounded.unbind() if len(alike) > 1 else [rounded]
         if not wanted:
@@ -482,8 +483,7 @@ def _built_together(alike: Sequence[Parametrization], frees: Sequence[Sequence[T
         build, free = alike[0].build, frees[0]
     else:
         build, free = alike[0].build_together, [apply_function(_Stack, *each) for each in zip(*frees, strict=True)]
-    with differentiated_once():  # a second time, each weight is built by itself
-        return plainly_laid_out(protected(build, [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]))
+    return plainly_laid_out(protected(build, [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]))
 
 
 class _Stack(torch.autograd.Function):
