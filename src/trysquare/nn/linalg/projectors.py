@@ -43,10 +43,11 @@ def _compute(ctx: _GrowContext, matrix: Tensor, rows: Tensor, axes: tuple[int, .
     Kept for backward: frames and their factors, the coordinates of each kernel on the way in the next frame, and the
     kernels themselves after the first, unless they are large.
     """
-    basis, factor = factor_rows(rows.flatten(0, 1))
-    kernel, coordinates, flats = _grown(matrix, basis, rows.shape, axes)
     # On an accelerator calls take longer than the products of a few hundred channels, and doing without costs calls.
     many = MANY_CHANNELS if host_can_look(matrix) else 4 * MANY_CHANNELS
+    in_place = not is_traced()
+    basis, factor = factor_rows(rows.flatten(0, 1))
+    kernel, coordinates, flats = _grown(matrix, basis, rows.shape, axes, in_place)
     kept = flats[1:] if matrix.shape[-1] < many else []
     ctx.save_for_backward(matrix, basis, factor, *coordinates, *kept)
     ctx.shape, ctx.axes = rows.shape, axes
@@ -92,7 +93,7 @@ def _gradient(ctx: _GrowContext, grad: Tensor) -> Gradients:
 def _grow_in_steps(matrix: Tensor, rows: Tensor, axes: tuple[int, ...]) -> Tensor:
     """``grow`` in operations that torch differentiates itself, as often as one likes."""
     basis = orthonormal_rows(rows.flatten(0, 1))
-    return _channels_first(_grown(matrix, basis, rows.shape, axes)[0])
+    return _channels_first(_grown(matrix, basis, rows.shape, axes, not is_traced())[0])
 
 
 _grow = for_first_derivatives("Grow", _compute, _gradient, _grow_in_steps)
@@ -103,11 +104,13 @@ def _channels_first(kernel: Tensor) -> Tensor:
 
 
 def _grown(
-    matrix: Tensor, basis: Tensor, shape: torch.Size, axes: tuple[int, ...]
+    matrix: Tensor, basis: Tensor, shape: torch.Size, axes: tuple[int, ...], in_place: bool
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Return the kernel, channels last, the coordinates of each kernel on the way in its frame, and these, flat."""
+    """Return the kernel, channels last, the coordinates of each kernel on the way in its frame, and these, flat.
+
+    Not ``in_place`` where a graph is recorded: ``torch.func.linearize`` loses what is written into views (torch 2.13).
+    """
     kernel, flats, coordinates = matrix, [], []
-    in_place = not is_traced()  # torch.func.linearize loses what is written into views (torch 2.13)
     for frame, turned, axis in zip(*_frames(basis, shape), axes, strict=True):
         flats.append(_rows_of(kernel))  # (g, taps * n, c)
         coordinates.append(torch.bmm(flats[-1], turned))
