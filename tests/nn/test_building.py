@@ -401,6 +401,56 @@ def test_gradients_are_not_kept_beyond_the_block(method):
     assert node.weight.__dict__.keys().isdisjoint({"exact", "handed", "gathered"})
 
 
+@pytest.mark.parametrize("orthogonalizer", ["cholesky", "qr", "newton_schulz", "bjorck"])
+def test_a_layer_in_poor_condition_does_not_change_those_of_its_batch(orthogonalizer):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), *(ts.OrthoLinear(64, 64, orthogonalizer=orthogonalizer) for _ in range(3)))
+    model.double()
+    with torch.no_grad():
+        model[2].free_tensors[0].mul_(torch.logspace(0, -7, 64).unsqueeze(-1))
+    weights = [layer.weight.detach() for layer in model[1:]]
+    with ts.built(model):
+        for layer, weight in zip(model[1:], weights, strict=True):
+            torch.testing.assert_close(layer.weight.detach(), weight, rtol=0, atol=1e-9)
+    found, expected = two_ways(model, lambda m: m(images(dtype=torch.float64)).square().sin().sum().backward())
+    for name, value in expected.items():
+        assert (found[name] - value).norm() <= 1e-6 * value.norm(), name
+
+
+def test_a_layer_that_holds_no_numbers_does_not_change_those_of_its_batch():
+    torch.manual_seed(0)
+    layers = nn.ModuleList(ts.OrthoConv2d(4, 4, 3, bias=False) for _ in range(3))
+    with torch.no_grad():
+        layers[1].free_tensors[0][0, 0, 0] = float("nan")
+
+    def step(m):
+        for number in (0, 2):
+            m[number].weight.square().sin().sum().backward()
+
+    assert_same(*two_ways(layers, step))
+    with ts.built(layers):
+        assert layers[1].weight.isnan().any()
+
+
+def test_a_block_that_cannot_be_entered():
+    model = nn.Sequential(*(ts.OrthoLinear(8, 8, orthogonalizer="bjorck") for _ in range(3)))
+    nn.init.zeros_(model[1].free_tensors[0])
+    with pytest.raises(ArithmeticError, match="re-initialise"), ts.built(model):
+        pass
+    assert all(part.block is None for part in model.modules() if isinstance(part, Caching))
+    model[1].reset_parameters()
+    with ts.built(model):
+        model(torch.randn(2, 8)).sum().backward()
+
+
+def test_layers_of_a_batch_with_different_tensors_frozen():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(ts.OrthoConv2d(4, 4, 3) for _ in range(3)))
+    model[0].free_tensors[0].requires_grad_(False)
+    model[2].free_tensors[1].requires_grad_(False)
+    assert_same(*two_ways(model, plain_step))
+
+
 def test_nested_blocks():
     torch.manual_seed(0)
     model = Branches()

@@ -227,11 +227,11 @@ def check_ddp(rank, size):
                 (loss(wrapped, second) / 2).backward()
             close(gradients(model), gradients(expected), 1e-5)
             same_bits(p.grad for p in model.parameters() if p.grad is not None)
-    with (
-        pytest.raises(ValueError, match=r"use ts.built\(model, group\) instead"),
-        ts.built(DistributedDataParallel(model, find_unused_parameters=True), dist.group.WORLD),
-    ):
-        pass
+    for option in ("find_unused_parameters", "static_graph"):
+        within = nn.Sequential(DistributedDataParallel(model, **{option: True}))
+        for group in (None, dist.group.WORLD):
+            with pytest.raises(ValueError, match=r"use ts.built\(model, group\) instead"), ts.built(within, group):
+                pass
 
 
 def check_work(rank, size):
@@ -375,6 +375,20 @@ def check_passes(rank, size):
     close(gradients(model), {n: g if g is None else g / size for n, g in gradients(expected).items()}, 1e-5)
     with pytest.raises(RuntimeError, match="create_graph=True"), ts.built(model):
         loss(model, batch()).backward(create_graph=True)
+
+    def penalty(model, x):
+        x = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+        grad.square().sum().backward()
+
+    expected, model = made(), made()
+    model.unused.requires_grad_(False)
+    for part in parts:
+        penalty(expected, part)
+    wrapped = DistributedDataParallel(model)
+    with ts.built(wrapped):
+        penalty(wrapped, parts[rank])
+    close(gradients(model), {n: g if g is None else g / size for n, g in gradients(expected).items()}, 1e-5)
 
 
 CHECKS = [

@@ -55,7 +55,8 @@ def built(model: nn.Module, group: Any = None, *, owner_only: bool = False) -> I
     A loss may be differentiated after the context too; its gradients then go to the free tensors directly, and build
     the weight again. So do gradients of free tensors that ``torch.autograd.grad`` asks for, and those with
     ``create_graph=True``, unless torch.distributed is initialised or the free tensors have hooks, which a pass without
-    a gradient would call: then they raise.
+    a gradient would call: then they raise, and ``backward(inputs=...)`` finds no gradients of free tensors. A pass that
+    runs through ``torch.utils.checkpoint`` without reentry must be differentiated on the side of the exit where it ran.
 
     Compiled parts of a model build their weights in their own graph, as they do without a context.
 
@@ -65,7 +66,7 @@ def built(model: nn.Module, group: Any = None, *, owner_only: bool = False) -> I
     have the same weights, bit for bit. At the exit all gradients of the model are averaged, and every rank has those of
     all parameters; ``None`` where no rank has one. All ranks must enter and leave together. Without gradients
     (``torch.no_grad()``) and for frozen layers nothing is shared. ``DistributedDataParallel`` around the model does no
-    harm (``no_sync`` included, without ``find_unused_parameters``), but sends gradients once more.
+    harm (``no_sync`` included, without ``find_unused_parameters`` and ``static_graph``), but sends gradients once more.
 
     Args:
         model: any module that holds layers of this library.
@@ -79,8 +80,9 @@ def built(model: nn.Module, group: Any = None, *, owner_only: bool = False) -> I
         TypeError: if ``model`` is no module, or ``group`` no process group.
         ValueError: if the processes have different models, or this model's gradients are exchanged by something that
             cannot work within the context.
-        RuntimeError: if a free tensor is changed in place within the context, at its next use or at the exit; or if
-            processes cannot share what happens here, with the reason.
+        RuntimeError: if a free tensor is changed in place, moved or replaced within the context, at its next use or at
+            the exit (writes through ``.data``, which torch does not count, are not noticed); or if processes cannot
+            share what happens here, with the reason.
 
     >>> model = nn.Sequential(OrthoConv2d(3, 8, 3), ts.MaxMin(), nn.Flatten(), OrthoLinear(8 * 64, 10))
     >>> images, labels = torch.randn(8, 3, 8, 8), torch.arange(8)
@@ -93,13 +95,8 @@ def built(model: nn.Module, group: Any = None, *, owner_only: bool = False) -> I
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     ranks = None if group is None else Ranks(group)
-    if owner_only and isinstance(model, DistributedDataParallel):
-        raise ValueError("DistributedDataParallel wants gradients on all ranks: give its .module, or not owner_only")
-    if isinstance(model, DistributedDataParallel) and model.find_unused_parameters:
-        raise ValueError(
-            "DistributedDataParallel(find_unused_parameters=True) takes free tensors for unused, because gradients "
-            "reach them when the block is left: wrap without it, or use ts.built(model, group) instead of it"
-        )
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        _check_wrappers(model, owner_only)
     block = _Block(model, ranks, owner_only)
     try:
         yield
@@ -108,6 +105,23 @@ def built(model: nn.Module, group: Any = None, *, owner_only: bool = False) -> I
     finally:
         block.close()
         block.forget()
+
+
+def _check_wrappers(model: nn.Module, owner_only: bool) -> None:
+    """Refuse what ``DistributedDataParallel`` cannot do for gradients that arrive when the block is left."""
+    for wrapper in model.modules():
+        if isinstance(wrapper, DistributedDataParallel):
+            if owner_only:
+                raise ValueError(
+                    "DistributedDataParallel wants gradients on all ranks: give its .module, or not owner_only"
+                )
+            for option in ("find_unused_parameters", "static_graph"):
+                if getattr(wrapper, option):
+                    raise ValueError(
+                        f"DistributedDataParallel({option}=True) looks for free tensors in the graph of a pass, where "
+                        "they are not, because gradients reach them when the block is left: wrap without it, or use "
+                        "ts.built(model, group) instead of it"
+                    )
 
 
 class _Block:
