@@ -83,6 +83,13 @@ def test_plain_torch_of_our_blocks_is_bounded_as_the_blocks_are(name):
 
 
 LARGE = {"cifar10-robust", "imagenet-accurate", "imagenet-robust", "liresnet-aoc"}
+# Options of models that take minutes as they are published.
+REDUCED = {
+    "liresnet": {"width": 32, "depth": 3, "dense_width": 64, "dense_layers": 2},
+    "bronet": {"width": 32, "depth": 3, "dense_width": 64, "dense_layers": 2},
+    "lipnext": {"width": 48, "depth": 3, "patch": 2},
+    "aol-mlp": {"depth": 1},
+}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +98,7 @@ LARGE = {"cifar10-robust", "imagenet-accurate", "imagenet-robust", "liresnet-aoc
 def test_plain_torch_of_our_models(name):
     torch.manual_seed(0)
     shape = (3, 64, 64) if name.startswith("imagenet") else (3, 32, 32)
-    model = ts.models.build(name, shape, 10).eval()
+    model = ts.models.build(name, shape, 10, **REDUCED.get(name, {})).eval()
     live = ts.lipschitz_bound(model, shape)
     assert ts.lipschitz_bound(ts.to_torch(model), shape) == pytest.approx(live, rel=1e-3)
 
