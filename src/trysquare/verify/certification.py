@@ -30,7 +30,7 @@ from trysquare.files import or_infinite, without_infinities
 from trysquare.naming import shown
 from trysquare.nn.geometry import per_axis
 from trysquare.nn.linalg.operator import checked_weight
-from trysquare.nn.linalg.precision import autocast_dtype
+from trysquare.nn.linalg.precision import autocast_dtype, computed_in
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.nn.losses import check_batch
 from trysquare.progress import track
@@ -456,7 +456,7 @@ def _as_it_runs(model: nn.Module, exact: ExactEvaluation, images: Tensor, values
         NoRuleError: if they differ from those in float64 by more than rounding: it is not what was traced any more.
     """
     plain = checked_logits(model(images.clone()))  # it may write into its input
-    short = max(images.dtype, autocast_dtype(images) or images.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    short = computed_in(images)
     reason = (
         f"{type(model).__name__} does not do the same for every batch: what it returns for this one is not what the "
         "calls give that were traced and bounded"

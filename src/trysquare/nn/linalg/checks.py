@@ -1,4 +1,4 @@
-"""What the public functions of ``linalg`` say about arguments that they cannot work with."""
+"""What the public functions of ``linalg`` do around those that the library calls: checks, and full precision."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trysquare.naming import shown
 from trysquare.nn.geometry import flag, per_axis
+from trysquare.nn.linalg.precision import protected
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -20,8 +21,10 @@ _MATRICES = ("matrix", "rows", "basis", "kernel", "after", "before", "a", "b")
 _KERNELS = ("kernel", "after", "before")
 
 
-def with_checked_arguments(function: F) -> F:
+def for_everybody(function: F) -> F:
     """``function``, which answers arguments of the wrong kind by their name.
+
+    It and its derivatives are computed in full precision, which layers see to for all that their weights are built by.
 
     Raises:
         TypeError: if a tensor, an integer or a flag is something else.
@@ -52,7 +55,14 @@ def with_checked_arguments(function: F) -> F:
         dims, axes = given.get("dims"), [tensor.ndim for name, tensor in tensors.items() if name in _KERNELS]
         if dims is not None and axes and dims > min(axes) - 2:
             raise ValueError(f"dims={shown(dims)} must be at most {min(axes) - 2} for a kernel of {min(axes)} axes")
-        return function(*args, **kwargs)
+        if not tensors:
+            return function(*args, **kwargs)
+
+        def build(*values: Tensor) -> Any:
+            full = inspect.BoundArguments(signature, given | dict(zip(tensors, values, strict=True)))  # type: ignore[arg-type]
+            return function(*full.args, **full.kwargs)
+
+        return protected(build, list(tensors.values()))
 
     return checked  # type: ignore[return-value]
 

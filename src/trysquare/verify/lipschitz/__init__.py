@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trysquare.naming import shown
 from trysquare.nn.geometry import flag, per_axis
-from trysquare.nn.linalg.precision import autocast_dtype
+from trysquare.nn.linalg.precision import computed_in
 from trysquare.verify.lipschitz import ours as ours  # registers the rules of our blocks
 from trysquare.verify.lipschitz.blocks import constant_factor
 from trysquare.verify.lipschitz.checks import input_like, refuse_unreadable, require_module, unchanged
@@ -326,7 +326,7 @@ def _compare(model: nn.Module, found: Analysis, shapes: Any, like: Tensor) -> No
 
     exact_model = ExactEvaluation(found.graph, found.gains)
     followed, error = exact_model(each(lambda v: v[:batch]))
-    short = max((like.dtype, autocast_dtype(like) or like.dtype), key=lambda dtype: torch.finfo(dtype).eps)
+    short = computed_in(like)
     rounding = exact_model.in_short(error, short)
 
     def called(values: Any) -> list[Tensor]:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from trysquare.nn.linalg.precision import computed_in
 from trysquare.verify.lipschitz.graph import Node, NoRuleError, Value, class_name
 from trysquare.verify.lipschitz.rules import Weights, _shares, scaled
 from trysquare.verify.lipschitz.trace import calls_are_torchs_own
@@ -134,7 +135,8 @@ def _refuse_steeper(module: nn.Module, shapes: list[Any], constants: list[float]
         change = (values[_PAIRS:] - values[:_PAIRS]).norm(dim=1)
         moved = [(p[_PAIRS:] - p[:_PAIRS]).double().flatten(1).norm(dim=1) for p in pairs]
         allowed = sum(c * m for c, m in zip(constants, moved, strict=True))
-        rounding = 64 * torch.finfo(dtype).eps * (values.norm(dim=1)[:_PAIRS] + 1)
+        eps, product_eps = (torch.finfo(each).eps for each in (dtype, computed_in(points[0])))
+        rounding = max(64 * eps, 16 * product_eps) * (values.norm(dim=1)[:_PAIRS] + 1)
         if bool((change > 1.01 * allowed + rounding).any()):
             raise NoRuleError("it computes something else than its class does: a function that it calls was replaced")
 
