@@ -39,7 +39,8 @@ __all__ = [
     "unit_rows",
 ]
 
-# Who calls them from outside is told what they take; the library itself calls them without these checks.
+# Who calls them from outside is told what they take, and has their derivatives in full precision; the library itself
+# calls them without that.
 for _name in __all__:
     if callable(globals()[_name]):
-        globals()[_name] = checks.with_checked_arguments(globals()[_name])
+        globals()[_name] = checks.for_everybody(globals()[_name])

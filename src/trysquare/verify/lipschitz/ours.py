@@ -57,7 +57,8 @@ def linear_layer(layer: nn.Module, shape: Shape) -> float:
         # The crop of a circular layer only turns the circle that its operator is about.
         found, expected = ((t - s).abs().flatten().sort().values for t, s in ((found, shift), (expected, 0.0)))
         shift = 0.0
-    tolerance = 8 * torch.finfo(coarsest_dtype(layer_input)).eps ** 0.5 * (float(expected.abs().max()) + 1)
+    eps, product_eps = (torch.finfo(dtype).eps for dtype in (layer_input.dtype, coarsest_dtype(layer_input)))
+    tolerance = max(8 * eps**0.5, 16 * product_eps) * (float(expected.abs().max()) + 1)
     if not torch.allclose(found, expected + shift, rtol=0, atol=tolerance):
         raise NoRuleError("it computes something else than its weight and its numbers say; make a new layer instead")
     return norm_range(operator, lowest=False)[1]
