@@ -368,9 +368,9 @@ class _Converter:
                 second = self.graph.call_function(torch.neg, (second,))
             second.meta = dict(node.meta)
             self.dependent.add(second)
-        kind = {"convex": calls.ConvexSum, "learnable": calls.LearnableSum}[self.options["residual"]]
+        kinds: dict[str, Callable[..., nn.Module]] = {"convex": calls.ConvexSum, "learnable": calls.LearnableSum}
         value = self._value(node)
-        new = kind(device=value.device, dtype=value.dtype)
+        new = kinds[self.options["residual"]](device=value.device, dtype=value.dtype)
         self._put(node, new, first, second)
         return _kind(new), "weights that add up to 1: branches would add up"
 
@@ -537,6 +537,21 @@ class Converted(fx.GraphModule):
     def conversion(self) -> Conversion:
         """What was changed, to what, and why."""
         return self.meta["conversion"]  # type: ignore[no-any-return]
+
+    def as_torch(self) -> nn.Module:
+        """Return the same calls without the table."""
+        return fx.GraphModule(self, self.graph, self._get_name())
+
+    def __reduce__(self) -> Any:
+        """Pickle as torch does, and the table with it."""
+        return _unpickled, (*super().__reduce__(), self.conversion)
+
+
+def _unpickled(make: Callable[..., fx.GraphModule], arguments: tuple[Any, ...], table: Conversion) -> Converted:
+    plain = make(*arguments)
+    result = Converted(plain, plain.graph, plain._get_name())
+    result.meta["conversion"] = table
+    return result
 
 
 @overload

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trysquare.nn.geometry import flag, positive
+from trysquare.nn.layers.traceable import Traceable, shifted
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.parametrizations.base import Device
 
@@ -40,7 +41,7 @@ def per_channel(values: Tensor, like: Tensor) -> Tensor:
     return values.to(like.dtype).view(-1, *(1,) * (like.ndim - 2))
 
 
-class BatchCentering(nn.Module):
+class BatchCentering(Traceable, nn.Module):
     """Batch normalisation without division: take off each channel's mean, add a learnable bias.
 
     In training the mean is that of the batch (over all ranks, if there are several, so that they
@@ -97,6 +98,10 @@ class BatchCentering(nn.Module):
         shift = mean if self.bias is None else mean - self.bias
         return input - per_channel(shift, input)
 
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Take off the running mean of each channel, add the bias."""
+        return shifted(shifted(input, -self.running_mean), self.bias)
+
     def _batch_mean(self, x: Tensor) -> Tensor:
         # Mean over the batch, then the positions: no transposed copy is made.
         rows = x.to(at_least_float32(x.dtype)).flatten(2) if x.ndim > 2 else x.to(at_least_float32(x.dtype))
@@ -120,7 +125,7 @@ class BatchCentering(nn.Module):
         return f"{self.num_features}, momentum={self.momentum}, bias={self.bias is not None}"
 
 
-class LayerCentering(nn.Module):
+class LayerCentering(Traceable, nn.Module):
     """Layer normalisation without division: take off each sample's mean, add a learnable bias. 1-Lipschitz.
 
     The mean is over channels and positions, or over positions alone. It is a projector, the same in
@@ -167,6 +172,11 @@ class LayerCentering(nn.Module):
         mean = input.to(at_least_float32(input.dtype)).mean(axes, keepdim=True).to(input.dtype)
         centred = input - mean
         return centred if self.bias is None else centred + per_channel(self.bias, input)
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Take off the mean of each sample, add the bias."""
+        flat = input.flatten(2 if self.per_channel else 1)
+        return shifted((flat - flat.mean(-1, keepdim=True)).view_as(input), self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, per_channel={self.per_channel}, bias={self.bias is not None}"

@@ -87,7 +87,7 @@ class _PotentialStep(Block):
 
     def as_torch(self) -> nn.Module:
         """Return the sum of the input and two plain layers with the activation between them."""
-        return Sum(nn.Identity(), self._plain_branch(*self.kernels)).train(self.training)
+        return Sum(nn.Identity(), self._plain_branch(*self.kernels)).train(self.training).as_torch()
 
 
 class PotentialLinear(_PotentialStep):

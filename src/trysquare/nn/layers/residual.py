@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trysquare.nn.geometry import flag, number
 from trysquare.nn.layers.pooling import EuclideanNorm
+from trysquare.nn.layers.traceable import Traceable
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.parametrizations.base import Device
 
@@ -23,7 +24,7 @@ def _same_shape(skip: Tensor, branch: Tensor) -> None:
         )
 
 
-class _Residual(nn.Module):
+class _Residual(Traceable, nn.Module):
     """A branch, and a shortcut around it (the identity if there is none)."""
 
     def __init__(self, branch: nn.Module, shortcut: nn.Module | None = None) -> None:
@@ -82,6 +83,12 @@ class LearnableResidual(_Residual):
         _same_shape(skip, branch)
         return skip * (skip_scale * share).to(skip.dtype) + branch * share.to(branch.dtype)
 
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Weighted sum of skip and branch."""
+        total = self.skip_scale.abs() + self.scale.abs()
+        weighted = self._skip(input) * self.skip_scale + self.branch(input * self.scale)
+        return weighted / torch.where(total > 0, total, 1.0)
+
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """``a1``, ``a2`` and ``1 / (|a1| + |a2|)`` for an input of this dtype, in float32 or better.
 
@@ -129,8 +136,13 @@ class ConvexResidual(_Residual):
         _same_shape(skip, branch)
         return skip * (1 - weight).to(skip.dtype) + branch * weight.to(branch.dtype)
 
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Convex combination of skip and branch."""
+        weight = self.logit.sigmoid()
+        return self._skip(input) * (1 - weight) + self.branch(input) * weight
 
-class ConcatResidual(nn.Module):
+
+class ConcatResidual(Traceable, nn.Module):
     """Half of the channels pass, the others go through ``f``: 1-Lipschitz, or isometric, if ``f`` is.
 
     Args:
@@ -152,6 +164,11 @@ class ConcatResidual(nn.Module):
         first, second = input.chunk(2, self.dim)
         branch = self.branch(second)
         return torch.cat((first.to(branch.dtype), branch), self.dim)
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Concatenate the first half and ``f`` of the second."""
+        halves = input.chunk(2, self.dim)
+        return torch.cat((halves[0], self.branch(halves[1])), self.dim)
 
 
 class L2Residual(_Residual):
@@ -191,3 +208,8 @@ class L2Residual(_Residual):
         wide = at_least_float32(branch.dtype)
         both = torch.stack((skip.to(wide) * angle.cos(), branch.to(wide) * angle.sin()), 1)
         return self.norm(both).to(branch.dtype)  # type: ignore[no-any-return]
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Norm of skip and branch, entry by entry."""
+        both = torch.stack((self._skip(input) * self.angle.cos(), self.branch(input) * self.angle.sin()))
+        return torch.linalg.vector_norm(both, dim=0)

@@ -113,7 +113,7 @@ def norm_bound(kernel: Tensor, steps: int = _SQUARINGS, *, dims: int | None = No
         raise ValueError(f"kernel must be float32 or float64, not {kernel.dtype}: convert it, kernel.float()")
     if not 0 <= steps <= _MOST_SQUARINGS:
         raise ValueError(f"steps={steps} must be at least 0 and at most {_MOST_SQUARINGS}")
-    taps = kernel.shape[kernel.ndim - dims :]
+    taps = [int(k) for k in kernel.shape[kernel.ndim - dims :]]  # torch.jit.trace has tensors there
     grid = [max(1, (k - 1) * (steps + 2)) for k in taps]
     with full_precision(kernel):
         scaled, largest = scaled_to_one(kernel, dims=dims)
