@@ -91,7 +91,10 @@ def test_states(case):
     buffer = io.BytesIO()
     torch.save(layer.state_dict(), buffer)
     buffer.seek(0)
-    for state in (safetensors.load(safetensors.save(layer.state_dict())), torch.load(buffer, weights_only=True)):
+    whole = {name: tensor.clone() for name, tensor in layer.state_dict().items()}  # the format refuses shared memory
+    shared = len({tensor.data_ptr() for tensor in layer.state_dict().values() if tensor.numel()}) < len(whole)
+    content = safetensors.save(whole if shared else layer.state_dict())
+    for state in (safetensors.load(content), torch.load(buffer, weights_only=True)):
         twin = copy.deepcopy(layer)
         with torch.no_grad():
             for parameter in twin.parameters():
@@ -139,6 +142,8 @@ def is_of_torch(module):
 @pytest.mark.filterwarnings("ignore")
 def test_plain_torch(case, tmp_path):
     layer, x = case
+    if isinstance(layer, ts.AdjointResidual) and "Fourier" in repr(layer):
+        pytest.skip("Fourier layers inside of others are for one size, layer.at_size")
     plain = plain_of(layer, x)
     if isinstance(layer, ts.LastState) and not isinstance(plain.rnn, nn.RNN):
         pytest.skip("torch has no recurrent layer with this nonlinearity")

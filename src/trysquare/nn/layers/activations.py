@@ -21,7 +21,7 @@ from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.linalg.sorting import max_min
 from trysquare.nn.parametrizations.base import Device
 
-__all__ = ["Abs", "FullSort", "GroupSort", "Householder", "MaxMin", "NActivation"]
+__all__ = ["Abs", "FullSort", "GroupSort", "Householder", "MaxMin", "NActivation", "SoftHuber"]
 
 
 def _grouped(x: Tensor, group_size: int, dim: int) -> Tensor:
@@ -163,6 +163,38 @@ class Abs(Traceable, nn.Module):
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Absolute value."""
         return input.abs()
+
+
+class SoftHuber(Traceable, nn.Module):
+    """``δ (sqrt(1 + (x / δ)²) - 1)``: a smooth absolute value, with slopes between -1 and 1. 1-Lipschitz.
+
+    Args:
+        delta: size of ``x`` below which it is nearly ``x² / 2δ``.
+
+    >>> SoftHuber(0.5)(torch.tensor([0.0, -1.2]))
+    tensor([0.0000, 0.8000])
+    """
+
+    def __init__(self, delta: float = 0.05) -> None:
+        super().__init__()
+        self.delta = number("delta", delta)
+        if not 0 < self.delta < math.inf:
+            raise ValueError(f"delta={delta} must be positive and finite")
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Hypotenuse less one side."""
+        return torch.hypot(input, input.new_full((), self.delta)) - self.delta
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Hypotenuse less one side."""
+        return ((input / self.delta).square() + 1).sqrt() * self.delta - self.delta
+
+    def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
+        """Slopes are below 1."""
+        return 1.0
+
+    def extra_repr(self) -> str:
+        return f"delta={self.delta:g}"
 
 
 class Householder(Traceable, nn.Module):

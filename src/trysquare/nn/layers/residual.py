@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trysquare.naming import shown
 from trysquare.nn.geometry import flag, number
+from trysquare.nn.layers.activations import with_slopes_in_unit_interval
 from trysquare.nn.layers.pooling import EuclideanNorm
 from trysquare.nn.layers.traceable import Traceable
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.parametrizations.base import Device
 
-__all__ = ["ConcatResidual", "ConvexResidual", "L2Residual", "LearnableResidual"]
+__all__ = ["AdjointResidual", "ConcatResidual", "ConvexResidual", "L2Residual", "LearnableResidual"]
 
 
 def _same_shape(skip: Tensor, branch: Tensor) -> None:
@@ -213,3 +216,37 @@ class L2Residual(_Residual):
         """Norm of skip and branch, entry by entry."""
         both = torch.stack((self._skip(input) * self.angle.cos(), self.branch(input) * self.angle.sin()))
         return torch.linalg.vector_norm(both, dim=0)
+
+
+class AdjointResidual(Traceable, nn.Module):
+    """``x - 2 Wᵀ σ(W x + b)`` for a layer ``W`` of norm at most 1 and its adjoint: 1-Lipschitz.
+
+    As ``SLLBlock2d``, with an orthogonal layer in the place of a rescaled kernel: its Jacobian ``I - 2 WᵀDW`` is
+    symmetric with eigenvalues between -1 and 1. All parameters are those of the layer; a ``state_dict`` names them
+    twice.
+
+    Args:
+        layer: a layer with a method ``adjoint()``, such as ``OrthoConv2d`` or ``OrthoLinear``.
+        activation: acts entry by entry with slopes between 0 and 1; ReLU if not given.
+
+    Raises:
+        TypeError: if the layer has no adjoint.
+        ValueError: if it has none with its numbers, or the activation is none of these.
+
+    >>> block, x = AdjointResidual(OrthoConv2d(4, 8, 3)), torch.randn(1, 4, 6, 6)
+    >>> block(x).shape, round(ts.lipschitz_bound(block, (4, 6, 6)), 4)
+    (torch.Size([1, 4, 6, 6]), 1.0)
+    """
+
+    def __init__(self, layer: Any, activation: nn.Module | None = None) -> None:
+        super().__init__()
+        if not isinstance(layer, nn.Module) or not callable(getattr(layer, "adjoint", None)):
+            raise TypeError(f"layer={shown(layer)} must have a method adjoint(), as orthogonal layers do")
+        self.layer, self.activation = layer, with_slopes_in_unit_interval(activation)
+        self.adjoint: nn.Module = layer.adjoint()  # type: ignore[operator]
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Take off twice what comes back."""
+        return input - 2 * self.adjoint(self.activation(self.layer(input)))  # type: ignore[no-any-return]
+
+    plain_forward = forward

@@ -21,6 +21,7 @@ from trysquare.nn.parametrizations.orthonormal import OrthonormalMatrix
 from trysquare.nn.parametrizations.rko import RKO
 from trysquare.nn.parametrizations.sc_fac import SCFac
 from trysquare.nn.parametrizations.soc import SOC
+from trysquare.nn.parametrizations.spectral import Spectral
 
 METHODS: dict[str, type[Parametrization]] = {
     "aoc": AOC,
@@ -30,6 +31,7 @@ METHODS: dict[str, type[Parametrization]] = {
     "soc": SOC,
     "aol": AOL,
     "bro": BRO,
+    "spectral": Spectral,
 }
 
 
@@ -88,6 +90,7 @@ __all__ = [
     "OrthonormalMatrix",
     "Parametrization",
     "SCFac",
+    "Spectral",
     "find_method",
     "orthogonal_kernel",
 ]

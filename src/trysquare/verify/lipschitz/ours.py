@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from trysquare.nn.layers.activations import MONOTONE, with_slopes_in_unit_interval
+from trysquare.nn.layers.residual import AdjointResidual
+from trysquare.nn.linalg.lattice import ROUND_UP
 from trysquare.torch_internals import hooks_of
 from trysquare.verify.lipschitz.checks import input_like
 from trysquare.verify.lipschitz.graph import NoRuleError, Shape
-from trysquare.verify.lipschitz.leaves import input_dtype, leaf
+from trysquare.verify.lipschitz.leaves import find_rule, input_dtype, leaf
 from trysquare.verify.operators import as_defined, has_hooks, is_ours, read_layer, remember
 from trysquare.verify.spectrum import norm_range
 
@@ -29,6 +31,11 @@ def _sets_no_weight(layer: nn.Module) -> bool:
 
 def block(layer: Any, shape: Shape) -> float:
     """The constant that the layer gives itself, if the activation in it is what its theorem is about."""
+    _check_activation(layer)
+    return float(layer.lipschitz_constant(shape, input_dtype()))
+
+
+def _check_activation(layer: Any) -> None:
     if isinstance(inner := getattr(layer, "activation", None), nn.Module):
         activation = with_slopes_in_unit_interval(inner)
         known = next(cls for cls in type(activation).__mro__ if cls.__module__.startswith("torch.nn.modules"))
@@ -37,7 +44,6 @@ def block(layer: Any, shape: Shape) -> float:
                 f"activation={activation!r} overrides forward or has hooks, so its slopes are not known to be between "
                 "0 and 1"
             )
-    return float(layer.lipschitz_constant(shape, input_dtype()))
 
 
 def linear_layer(layer: nn.Module, shape: Shape) -> float:
@@ -59,6 +65,16 @@ def linear_layer(layer: nn.Module, shape: Shape) -> float:
     if not torch.allclose(found, expected + shift, rtol=0, atol=tolerance):
         raise NoRuleError("it computes something else than its weight and its numbers say; make a new layer instead")
     return norm_range(operator, lowest=False)[1]
+
+
+@leaf(AdjointResidual)
+def step(layer: AdjointResidual, shape: Shape) -> float:
+    """``I - 2 WᵀDW``, whose eigenvalues are between ``1 - 2 |W|²`` and 1, with the weight as it was rounded."""
+    _check_activation(layer)
+    inner: Any = layer.layer
+    own = find_rule(inner)
+    norm = linear_layer(inner, shape) if own is None else float(own(inner, shape))  # type: ignore[arg-type]
+    return max(1.0, 2 * norm**2 - 1) * ROUND_UP
 
 
 def _makes_several_calls(layer: Any) -> bool:
