@@ -2,7 +2,7 @@
 
 from trysquare.nn.linalg import checks
 from trysquare.nn.linalg.kernels import adjoint, compose, identity
-from trysquare.nn.linalg.norms import norm_bound
+from trysquare.nn.linalg.norms import norm_bound, spectral_norm
 from trysquare.nn.linalg.orthogonalize import (
     ORTHOGONALIZERS,
     bjorck,
@@ -36,6 +36,7 @@ __all__ = [
     "qr",
     "recondition",
     "sandwich_pair",
+    "spectral_norm",
     "unit_rows",
 ]
 
