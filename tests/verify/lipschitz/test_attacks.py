@@ -767,6 +767,34 @@ def test_tokens_that_are_computed_say_why():
             ts.lipschitz_bound(_Looking(real), (4,))
 
 
+class _Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.groups, self.linear = nn.Embedding(9, 4), nn.Embedding(5, 3), nn.Linear(17, 5)
+
+    def forward(self, numbers, words, group):
+        parts = [numbers, self.words(words).flatten(1), self.groups(group.squeeze(1))]
+        return {"out": self.linear(torch.cat(parts, 1)), "numbers": numbers}
+
+
+def test_tokens_beside_numbers():
+    model = _Table().eval()
+    shapes = {"numbers": (6,), "words": (2,), "group": (1,)}
+    weight, words, groups = (part.weight.detach() for part in (model.linear, model.words, model.groups))
+    parts = [weight[:, :6], weight[:, 6:10] @ words.T, weight[:, 10:14] @ words.T, weight[:, 14:] @ groups.T]
+    jacobian = torch.cat([torch.cat(parts, 1), torch.eye(6, 6 + 9 + 9 + 5)])
+    norm = float(torch.linalg.matrix_norm(jacobian, 2))
+    found = ts.lipschitz_bound(model, shapes)
+    assert norm <= found <= 3 * norm
+    assert ts.lipschitz_bound(model, list(shapes.values())) == found
+    assert ts.audit(model, shapes).lower_bound is None
+    model.forward = lambda numbers, words, group: (model.words(words), group.long())
+    with pytest.raises(NoRuleError, match="do not go to an embedding"):
+        ts.lipschitz_bound(model, list(shapes.values()))
+    with pytest.raises(ValueError, match="shape"):
+        ts.lipschitz_bound(nn.Sequential(nn.Embedding(9, 4), nn.Linear(5, 2)), (3,))
+
+
 def test_an_overflow_is_named():
     model = nn.Sequential(nn.Linear(4, 4), Fn(lambda m, x: x * 1e4 * 1e4)).half()
     with pytest.raises(NoRuleError, match="overflow in float16"):

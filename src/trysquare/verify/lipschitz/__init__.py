@@ -181,7 +181,7 @@ def _bounded(model: nn.Module, graph: Graph) -> tuple[float, Walk, dict[int, flo
     """
     batch, walk = graph.batch, Walk(graph)
     walk.forward()
-    if graph.tokens and any(_is_input(labels, graph) for labels in graph.outputs):
+    if any(_are_tokens(labels, graph) for labels in graph.outputs):
         raise NoRuleError("tokens that do not go to an embedding have no Lipschitz constant")
     for labels in graph.outputs:
         if labels.ndim == 0 or labels.shape[0] != batch:
@@ -273,9 +273,10 @@ def _weights_of_samples(model: nn.Module, walk: Walk, graph: Graph) -> tuple[lis
     return samples, gains
 
 
-def _is_input(labels: Tensor, graph: Graph) -> bool:
-    end = sum(math.prod(shape) for _, shape in graph.inputs)
-    return bool(((labels != 0) & (labels.abs() <= end)).any())
+def _are_tokens(labels: Tensor, graph: Graph) -> bool:
+    inputs = [(start, start + math.prod(shape)) for start, shape in graph.inputs]
+    names = labels.abs()
+    return any(bool(((names >= inputs[k][0]) & (names < inputs[k][1])).any()) for k in graph.tokens)
 
 
 def checked_shapes(input_shape: InputShape) -> Shapes:
@@ -309,36 +310,39 @@ def _checked_shape(shape: object, given: object) -> Shape:
 
 
 def _traced(model: nn.Module, shapes: Shapes, like: Tensor, batch: int) -> Graph:
-    try:
-        return Tracer(model, is_leaf).trace(_inputs(shapes, like, batch), tokens=False)
-    except TakesTokens as found:
+    tokens, line = frozenset[int](), ""
+    while True:
         try:
-            return Tracer(model, is_leaf).trace(_inputs(shapes, like, batch, words=1), tokens=True)
+            return Tracer(model, is_leaf).trace(_inputs(shapes, like, batch, tokens), tokens)
+        except TakesTokens as found:
+            tokens, line = tokens | found.args[0], line or found.args[1]
+        except NoRuleError:
+            raise
         except ValueError as error:
-            if isinstance(error, NoRuleError) or not str(found):
+            if not line:
                 raise
             raise NoRuleError(
-                f"an embedding takes tokens, not values that were computed ({found}): it jumps from one to the next, "
-                "and has a Lipschitz constant only as the first layer"
+                f"an embedding takes tokens, not values that were computed ({line}): it jumps from one to the next, "
+                f"and has a Lipschitz constant only as the first layer. On tokens {error}"
             ) from error
 
 
-def _inputs(shapes: Shapes, like: Tensor, batch: int, words: int | None = None) -> Inputs:
-    """Normal noise, the same each time; or tokens below a number of words."""
+def _inputs(shapes: Shapes, like: Tensor, batch: int, tokens: frozenset[int], words: int = 1) -> Inputs:
+    """Normal noise, the same each time; some of them tokens below a number of words."""
     generator = torch.Generator().manual_seed(0)
-
-    def made(shape: Shape) -> Tensor:
-        if words is not None:
-            return torch.randint(words, (batch, *shape), generator=generator).to(like.device)
-        return torch.randn(batch, *shape, generator=generator).to(like)
-
-    return {name: made(s) for name, s in shapes.items()} if isinstance(shapes, dict) else [made(s) for s in shapes]
+    made = [
+        torch.randint(words, (batch, *shape), generator=generator).to(like.device)
+        if number in tokens
+        else torch.randn(batch, *shape, generator=generator).to(like)
+        for number, shape in enumerate(shapes.values() if isinstance(shapes, dict) else shapes)
+    ]
+    return dict(zip(shapes, made, strict=True)) if isinstance(shapes, dict) else made
 
 
 def random_inputs(graph: Graph, shapes: Shapes, like: Tensor, batch: int) -> Inputs:
     """Normal noise, the same each time; tokens if that is what the model takes."""
     words = min((len(node.args["weight"]) for node in graph.nodes if node.op == "embedding"), default=1)
-    return _inputs(shapes, like, batch, words if graph.tokens else None)
+    return _inputs(shapes, like, batch, graph.tokens, words)
 
 
 def _compare(model: nn.Module, found: Analysis, shapes: Shapes, like: Tensor) -> None:

@@ -43,10 +43,9 @@ def as_block(node: Node, calls: Calls) -> Node:
     if found is None:
         return node
     source, parts, bound = found
-    labels = torch.arange(node.start, node.start + node.size, dtype=torch.float64).view(node.outputs[0][1])
     parts = sorted((*parts, node) if node not in parts else parts, key=lambda part: part.start)
     args = {"input": Value(source)}
-    return replace(node, op="block", args=args, inner=parts, inner_labels=[labels], constants=[bound])
+    return replace(node, op="block", args=args, inner=parts, inner_labels=[node.labels()], constants=[bound])
 
 
 def block_weights(node: Node, given: list[Tensor]) -> Weights:
@@ -217,8 +216,7 @@ def _circle(parts: Sequence[_Placed], stride: Sizes, hidden_is_coarse: bool = Fa
 
 
 def _sandwich(node: Node, calls: Calls) -> tuple[Tensor, list[Node], float] | None:
-    labels = torch.arange(node.start, node.start + node.size, dtype=torch.float64).view(node.outputs[0][1])
-    branch = _branch(labels, calls)
+    branch = _branch(node.labels(), calls)
     if branch is None or (reads := _argument(branch.first)) is None:
         return None
     source = _source(branch.first, reads)
@@ -267,7 +265,7 @@ def _branch(labels: Tensor, calls: Calls) -> _Branch | None:
     if not alike or scales[0] is None or scales[1] is None or scales[0].shape != scales[1].shape:
         return None
     # Values that the second map reads, in the order in which the activation made them.
-    made = torch.arange(activation.start, activation.start + given.numel(), dtype=torch.float64).view(given.shape)
+    made = activation.labels()
     if not torch.equal(_source_values(hidden), _source_values(made)) or bool((before == 0).any()):
         return None
     total = scales[0] * scales[1] * slope
@@ -369,7 +367,7 @@ def _placed(node: Node, source: Tensor, target: Tensor, reads: Tensor | None = N
     reads = _argument(node) if reads is None else reads
     if reads is None:
         return None
-    made = torch.arange(node.start, node.start + node.size, dtype=torch.float64).view(node.outputs[0][1])
+    made = node.labels()
     if node.op != "convolution":
         # The same rows, whatever the axes that they are along.
         rows = (_rows(reads), _rows(source)), (_rows(target), _rows(made))

@@ -146,7 +146,7 @@ class Graph:
         nodes: in the order in which they ran.
         inputs: first label and shape of each input.
         result: what the model returned, with a ``Value`` for each tensor that depends on the input.
-        tokens: whether the input is integers, which count as one-hot vectors.
+        tokens: the inputs that are integers, which count as one-hot vectors.
         modules: first input and output of modules that take and return a tensor, by the number of the call.
         steps: all calls on values, also those that move numbers and those inside of leaves.
         returned: as ``result``, with a ``Slot`` for each such tensor. The inputs have the slots from 0 on.
@@ -155,7 +155,7 @@ class Graph:
     nodes: list[Node]
     inputs: list[tuple[int, Shape]]
     result: Any = None
-    tokens: bool = False
+    tokens: frozenset[int] = frozenset()
     modules: dict[int, tuple[Value, Value]] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     returned: Any = None

@@ -119,8 +119,8 @@ def _as_centering(node: Node, calls: Calls) -> Node:
         return node
     if not torch.equal(made.values[0].labels, value.labels):
         return node
-    labels = torch.arange(node.start, node.start + node.size, dtype=torch.float64).view(shape)
-    return replace(node, op="centering", args={"self": value, "dim": axes}, inner=[made, node], inner_labels=[labels])
+    args = {"self": value, "dim": axes}
+    return replace(node, op="centering", args=args, inner=[made, node], inner_labels=[node.labels()])
 
 
 def _alike(first: Value | Tensor | float, second: Value | Tensor | float, shape: Iterable[int]) -> bool:

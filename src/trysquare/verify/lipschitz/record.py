@@ -204,7 +204,7 @@ class Recorder:
         labels = torch.arange(start, self.next_label, dtype=torch.float64).view(numbers.shape)
         return Recorded(self, numbers.clone(), labels)
 
-    def graph(self, result: object, tokens: bool) -> Graph:
+    def graph(self, result: object, tokens: frozenset[int]) -> Graph:
         """Return what was recorded, for what the model returned."""
         values = tree_map(lambda leaf: Value(leaf.labels) if isinstance(leaf, Recorded) else leaf, result)
         slots = tree_map(lambda leaf: leaf.slot if isinstance(leaf, Recorded) else leaf, result)

@@ -406,7 +406,13 @@ def steep(node: Node, given: list[Tensor]) -> Weights:
     return [_spread(value, scaled(given[0], slope))]
 
 
-@_on("lerp", terms=lambda node: _terms_of_lerp(node), rounding=_sum_rounding)
+def _terms_of_lerp(node: Node) -> list[tuple[Value, float]]:
+    t = torch.as_tensor(node.args["weight"], dtype=torch.float64) if not isinstance(node.args["weight"], Value) else 1.0
+    factors = {"self": float((1 - torch.as_tensor(t)).abs().max()), "end": float(torch.as_tensor(t).abs().max())}
+    return [(node.args[name], c) for name, c in factors.items() if isinstance(node.args[name], Value)]
+
+
+@_on("lerp", terms=_terms_of_lerp, rounding=_sum_rounding)
 def lerp(node: Node, given: list[Tensor]) -> Weights:
     """``(1 - t) a + t b`` with a constant ``t``."""
     _constant_only(node, "weight")
@@ -418,12 +424,6 @@ def lerp(node: Node, given: list[Tensor]) -> Weights:
         _spread(value, scaled(given[0] * share, factors[id(value)]))
         for (value, _), share in zip(terms, shares, strict=True)
     ]
-
-
-def _terms_of_lerp(node: Node) -> list[tuple[Value, float]]:
-    t = torch.as_tensor(node.args["weight"], dtype=torch.float64) if not isinstance(node.args["weight"], Value) else 1.0
-    factors = {"self": float((1 - torch.as_tensor(t)).abs().max()), "end": float(torch.as_tensor(t).abs().max())}
-    return [(node.args[name], c) for name, c in factors.items() if isinstance(node.args[name], Value)]
 
 
 # -- the larger and the smaller of two, and sorting
@@ -466,7 +466,7 @@ def smooth_extremum(node: Node, given: list[Tensor]) -> Weights:
 @_on("sort msort topk kthvalue median", isometric=True)
 def ordering(node: Node, given: list[Tensor]) -> Weights:
     """Numbers in order are a permutation of them, and change by no more: the largest weight, on all that are sorted."""
-    return _reduced(node, _only_first(given), lambda weights, axes: weights.amax(axes, keepdim=True))
+    return _reduced(node, _only_first(given), in_order=True)
 
 
 @_on("amax amin max min aminmax")
@@ -475,15 +475,9 @@ def reduced_extremum(node: Node, given: list[Tensor]) -> Weights:
     if node.op == "aminmax":  # the ends of one order, or the same number twice
         first, second = (w for w, floating in zip(given, node.floating, strict=True) if floating)
         alone = node.values[0].labels.numel() == first.numel()
-        return _reduced(node, first + second if alone else torch.maximum(first, second), lambda w, axes: w)
+        return _reduced(node, first + second if alone else torch.maximum(first, second))
     weights = _only_first(given)
-    return _reduced(node, weights, lambda w, axes: w)
-
-
-@_on("logsumexp", rounding=lambda args, out: _logsumexp_rounding(args, out))
-def logsumexp(node: Node, given: list[Tensor]) -> Weights:
-    """The gradient is a softmax, of norm at most 1."""
-    return _reduced(node, given[0], lambda w, axes: w)
+    return _reduced(node, weights)
 
 
 def _logsumexp_rounding(args: Arguments, out: list[Tensor]) -> float:
@@ -492,16 +486,10 @@ def _logsumexp_rounding(args: Arguments, out: list[Tensor]) -> float:
     return _function_rounding(args, out) + 4 * (length + 8) * UNIT_ROUNDOFF * math.sqrt(out[0].numel())
 
 
-@_on("linalg_vector_norm norm", rounding=lambda args, out: _length_rounding(args, out))
-def vector_norm(node: Node, given: list[Tensor]) -> Weights:
-    """The Euclidean norm is 1-Lipschitz, and so is the largest entry.
-
-    So are all norms between them, but powers of small numbers vanish, and they jump where torch computes them.
-    """
-    order = node.args.get("ord", node.args.get("p", 2))
-    if order not in (None, 2, math.inf):
-        raise NoRuleError(f"a norm of order {order} has no rule; those of order 2 and infinity have")
-    return _reduced(node, given[0], lambda w, axes: w)
+@_on("logsumexp", rounding=_logsumexp_rounding)
+def logsumexp(node: Node, given: list[Tensor]) -> Weights:
+    """The gradient is a softmax, of norm at most 1."""
+    return _reduced(node, given[0])
 
 
 def _length_rounding(args: Arguments, out: list[Tensor]) -> float:
@@ -513,25 +501,44 @@ def _length_rounding(args: Arguments, out: list[Tensor]) -> float:
     return (length + 16) * UNIT_ROUNDOFF * 2 * sizes + vanished
 
 
-@_on("mean", rounding=lambda args, out: _length_rounding(args, out), attained=True)
+@_on("linalg_vector_norm norm", rounding=_length_rounding)
+def vector_norm(node: Node, given: list[Tensor]) -> Weights:
+    """The Euclidean norm is 1-Lipschitz, and so is the largest entry.
+
+    So are all norms between them, but powers of small numbers vanish, and they jump where torch computes them.
+    """
+    order = node.args.get("ord", node.args.get("p", 2))
+    if order not in (None, 2, math.inf):
+        raise NoRuleError(f"a norm of order {order} has no rule; those of order 2 and infinity have")
+    return _reduced(node, given[0])
+
+
+@_on("mean", rounding=_length_rounding, attained=True)
 def mean(node: Node, given: list[Tensor]) -> Weights:
     """``n`` numbers to their mean: ``Δmean² <= Σ Δ² / n``."""
     number = node.values[0].labels.numel() / max(1, given[0].numel())
-    return _reduced(node, scaled(given[0], 1 / math.sqrt(number) if number else 0.0), lambda w, axes: w)
+    return _reduced(node, scaled(given[0], 1 / math.sqrt(number) if number else 0.0))
 
 
 @_on(
-    "sum", rounding=lambda args, out: _length_rounding(args, out), attained=True,
+    "sum", rounding=_length_rounding, attained=True,
     remark="it adds up many numbers: divide by {bound}, or take the mean",
 )  # fmt: skip
 def total(node: Node, given: list[Tensor]) -> Weights:
     """``n`` numbers to their sum: ``Δsum² <= n Σ Δ²``."""
     number = node.values[0].labels.numel() / max(1, given[0].numel())
-    return _reduced(node, scaled(given[0], math.sqrt(number)), lambda w, axes: w)
+    return _reduced(node, scaled(given[0], math.sqrt(number)))
+
+
+def _running_rounding(args: Arguments, out: list[Tensor]) -> float:
+    """Each of ``n`` sums has fewer than ``n`` roundings of sums of absolute values."""
+    value = args["self"]
+    length = value.shape[args["dim"]] if value.ndim else 1
+    return 2 * UNIT_ROUNDOFF * (length * length * size_of(value) + size_of(out[0]))
 
 
 @_on("cumsum", remark="it adds up many numbers: divide by {bound}", attained=True,
-     rounding=lambda args, out: _running_rounding(args, out))  # fmt: skip
+     rounding=_running_rounding)  # fmt: skip
 def running_total(node: Node, given: list[Tensor]) -> Weights:
     """The matrix of ones on and below the diagonal has the inverse ``D`` of differences, and ``D Dᵀ`` is tridiagonal.
 
@@ -543,13 +550,6 @@ def running_total(node: Node, given: list[Tensor]) -> Weights:
     axis = node.args["dim"]
     norm = 1 / (2 * math.sin(math.pi / (4 * labels.shape[axis] + 2))) * _UP
     return [(labels, scaled(weights.amax(axis, keepdim=True), norm).expand(labels.shape))]
-
-
-def _running_rounding(args: Arguments, out: list[Tensor]) -> float:
-    """Each of ``n`` sums has fewer than ``n`` roundings of sums of absolute values."""
-    value = args["self"]
-    length = value.shape[args["dim"]] if value.ndim else 1
-    return 2 * UNIT_ROUNDOFF * (length * length * size_of(value) + size_of(out[0]))
 
 
 # Of each call that adds numbers to others at constant positions: the arguments that it adds up.
@@ -566,8 +566,19 @@ def _number_of_terms(op: str, args: Arguments, parts: dict[str, Tensor]) -> Tens
     )
 
 
+def _added_rounding(args: Arguments, out: list[Tensor]) -> float:
+    """Return a rounding for each number that is added at a position."""
+    op, source = next((op, name) for op, name in _ADDED.items() if name in args)
+    ones = {name: torch.ones(args[name].shape, dtype=torch.float64) for name in ("self", source)}
+    terms = float(_number_of_terms(op, args, ones).max()) if out[0].numel() else 0.0
+    # What is added may be broadcast: to as many positions as there are at most.
+    copies = math.sqrt(terms * max(1.0, out[0].numel() / max(1, args[source].numel())))
+    sizes = size_of(args["self"]) + (1 + abs(args.get("alpha", 1))) * size_of(args[source]) * copies + size_of(out[0])
+    return 4 * UNIT_ROUNDOFF * (terms + 2) * math.sqrt(terms + 1) * sizes
+
+
 @_on(" ".join(_ADDED), remark="numbers are added up: divide by the root of how many", attained=True,
-     rounding=lambda args, out: _added_rounding(args, out))  # fmt: skip
+     rounding=_added_rounding)  # fmt: skip
 def added(node: Node, given: list[Tensor]) -> Weights:
     """``(Σ a_k)² <= n Σ a_k²`` where ``n`` numbers meet; weights go back to them by the transpose of the call."""
     source = _ADDED[node.op]
@@ -593,19 +604,8 @@ def _shape(argument: Value | Tensor) -> torch.Size:
     return argument.labels.shape if isinstance(argument, Value) else argument.shape
 
 
-def _added_rounding(args: Arguments, out: list[Tensor]) -> float:
-    """Return a rounding for each number that is added at a position."""
-    op, source = next((op, name) for op, name in _ADDED.items() if name in args)
-    ones = {name: torch.ones(args[name].shape, dtype=torch.float64) for name in ("self", source)}
-    terms = float(_number_of_terms(op, args, ones).max()) if out[0].numel() else 0.0
-    # What is added may be broadcast: to as many positions as there are at most.
-    copies = math.sqrt(terms * max(1.0, out[0].numel() / max(1, args[source].numel())))
-    sizes = size_of(args["self"]) + (1 + abs(args.get("alpha", 1))) * size_of(args[source]) * copies + size_of(out[0])
-    return 4 * UNIT_ROUNDOFF * (terms + 2) * math.sqrt(terms + 1) * sizes
-
-
-def _reduced(node: Node, weights: Tensor, along: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Weights:
-    """Return weights of a result for each of the numbers along the axes that it is made from."""
+def _reduced(node: Node, weights: Tensor, *, in_order: bool = False) -> Weights:
+    """Return weights of a result for each of the numbers along the axes that it is made from, or puts in order."""
     value = node.values[0]
     ndim = value.labels.ndim
     dims = node.args.get("dim", -1 if node.op in ("sort", "topk", "kthvalue") else None)
@@ -614,8 +614,8 @@ def _reduced(node: Node, weights: Tensor, along: Callable[[Tensor, tuple[int, ..
     if weights.ndim != ndim:  # keepdim was false
         for axis in sorted(axes):
             weights = weights.unsqueeze(axis) if ndim else weights
-    if ndim:
-        weights = along(weights, axes)
+    if ndim and in_order:
+        weights = weights.amax(axes, keepdim=True)
     return [_spread(value, weights.expand(value.labels.shape))]
 
 
@@ -627,7 +627,14 @@ def centering(node: Node, given: list[Tensor]) -> Weights:
     return [(node.args["self"].labels, weights)]
 
 
-@_on("_softmax softmax", rounding=lambda args, out: _softmax_rounding(args, out))
+def _softmax_rounding(args: Arguments, out: list[Tensor]) -> float:
+    value = next(t for t in args.values() if isinstance(t, Tensor))
+    length = value.shape[args["dim"]] + 32
+    spread = 1 + float(value.abs().max()) if value.numel() else 1.0
+    return 4 * length * UNIT_ROUNDOFF * spread * (size_of(out[0]) + math.sqrt(out[0].numel()))
+
+
+@_on("_softmax softmax", rounding=_softmax_rounding)
 def softmax(node: Node, given: list[Tensor]) -> Weights:
     """``diag(p) - p pᵀ`` has norm at most ``max 2 p (1 - p) <= 1/2`` (Gershgorin)."""
     axis = node.args["dim"]
@@ -635,7 +642,7 @@ def softmax(node: Node, given: list[Tensor]) -> Weights:
 
 
 @_on(
-    "_log_softmax log_softmax", attained=True, rounding=lambda args, out: _softmax_rounding(args, out),
+    "_log_softmax log_softmax", attained=True, rounding=_softmax_rounding,
     remark="its norm is the root of the number of classes: leave it to the loss",
 )  # fmt: skip
 def log_softmax(node: Node, given: list[Tensor]) -> Weights:
@@ -643,13 +650,6 @@ def log_softmax(node: Node, given: list[Tensor]) -> Weights:
     axis = node.args["dim"]
     root = math.sqrt(given[0].shape[axis])
     return [(node.values[0].labels, scaled(given[0].amax(axis, keepdim=True), root).expand(given[0].shape))]
-
-
-def _softmax_rounding(args: Arguments, out: list[Tensor]) -> float:
-    value = next(t for t in args.values() if isinstance(t, Tensor))
-    length = value.shape[args["dim"]] + 32
-    spread = 1 + float(value.abs().max()) if value.numel() else 1.0
-    return 4 * length * UNIT_ROUNDOFF * spread * (size_of(out[0]) + math.sqrt(out[0].numel()))
 
 
 # -- linear maps with constant weights
@@ -929,10 +929,18 @@ def _folded_norm(operator: LinearOperator, labels: Tensor) -> tuple[Tensor, floa
     return labels.flatten(1)[:, positions], rescaled_up(norm, exponent)
 
 
+def _normalisation_rounding(args: Arguments, out: list[Tensor]) -> float:
+    value, scales = args["input"], batch_norm_scales(args)
+    copies = math.sqrt(value.numel() / value.shape[1])
+    bias = 0.0 if args.get("bias") is None else float(args["bias"].norm())
+    shift = float((args["running_mean"].abs() * scales).norm()) + bias
+    return 16 * UNIT_ROUNDOFF * (float(scales.max()) * size_of(value) + copies * shift + size_of(out[0]))
+
+
 @_on(
     "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit_no_training batch_norm",
     remark="|weight| / sqrt(running_var + eps) is {bound} at some channel: shrink its weight", attained=True,
-    rounding=lambda args, out: _normalisation_rounding(args, out),
+    rounding=_normalisation_rounding,
 )  # fmt: skip
 def batch_norm(node: Node, given: list[Tensor]) -> Weights:
     """In eval mode a scaling by ``weight / sqrt(running_var + eps)`` of each channel."""
@@ -956,14 +964,6 @@ def batch_norm_scales(args: Arguments) -> Tensor:
     if float(variance.min()) + eps <= 0:
         raise ValueError(f"a normalisation has a variance of {float(variance.min())}: it must be positive")
     return weight.abs() / (variance + eps).sqrt() * _UP
-
-
-def _normalisation_rounding(args: Arguments, out: list[Tensor]) -> float:
-    value, scales = args["input"], batch_norm_scales(args)
-    copies = math.sqrt(value.numel() / value.shape[1])
-    bias = 0.0 if args.get("bias") is None else float(args["bias"].norm())
-    shift = float((args["running_mean"].abs() * scales).norm()) + bias
-    return 16 * UNIT_ROUNDOFF * (float(scales.max()) * size_of(value) + copies * shift + size_of(out[0]))
 
 
 # -- windows
@@ -1059,19 +1059,19 @@ def avg_pool(node: Node, given: list[Tensor]) -> Weights:
     return _maps(node, given[0], norm)
 
 
+def _overlap_rounding(args: Arguments, out: list[Tensor]) -> float:
+    terms = math.prod(_each(args["kernel_size"], 2))
+    return (terms + 16) * UNIT_ROUNDOFF * 2 * (size_of(args["self"]) * math.sqrt(terms) + size_of(out[0]))
+
+
 @_on("col2im", remark="its windows overlap: divide by how many hold a position", attained=True,
-     rounding=lambda args, out: _overlap_rounding(args, out))  # fmt: skip
+     rounding=_overlap_rounding)  # fmt: skip
 def overlap_add(node: Node, given: list[Tensor]) -> Weights:
     """Windows that are added up where they overlap: a position is a sum of as many numbers as windows hold it."""
     windows = [_each(node.args[name], 2) for name in ("kernel_size", "dilation", "padding", "stride")]
     labels, weights = node.values[0].labels, given[0]
     held = F.fold(torch.ones_like(labels), weights.shape[-2:], *windows)
     return [(labels, F.unfold(scaled(weights, held.sqrt() * _UP), *windows))]
-
-
-def _overlap_rounding(args: Arguments, out: list[Tensor]) -> float:
-    terms = math.prod(_each(args["kernel_size"], 2))
-    return (terms + 16) * UNIT_ROUNDOFF * 2 * (size_of(args["self"]) * math.sqrt(terms) + size_of(out[0]))
 
 
 @_on("_adaptive_avg_pool2d _adaptive_avg_pool3d", remark=_AVERAGES, attained=True, rounding=_window_rounding)

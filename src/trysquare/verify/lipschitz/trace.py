@@ -50,9 +50,9 @@ _SAFE = {
 
 
 class TakesTokens(Exception):  # noqa: N818
-    """The model looks something up in a table, or casts its input to integers: it takes tokens.
+    """The model looks something up in a table, or casts an input to integers: it takes tokens.
 
-    The argument is the line, if it is not the input itself that is looked up.
+    The arguments are the inputs that may be tokens, and the line, if none of them is looked up as it is.
     """
 
 
@@ -152,23 +152,26 @@ class Tracer(TorchDispatchMode):
         self.names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
         self.calls = 0  # of modules, so far
         self.given: list[Shape] = []  # shapes of the inputs of the last of them
-        self.recording = self.tokens = False
-        self._inputs: frozenset[int] = frozenset()  # addresses, in the first run
+        self.recording = False
+        self._inputs: dict[int, int] = {}  # by address: the inputs that are not known to be tokens, in the first run
         self._made: dict[int, Tensor] = {}  # by address: what the first run made, kept alive
         self._failures: deque[str] = deque()  # names of torch's functions that raised in the first run
         self._refused: Exception | None = None  # the first error that was raised on values only
         self._where: tuple[Exception, Frame] | None = None  # the innermost module that an error came from
 
-    def trace(self, given: Inputs, tokens: bool) -> Graph:
+    def trace(self, given: Inputs, tokens: frozenset[int] = frozenset()) -> Graph:
         """Run the model on inputs (a list, or a dictionary by name): first as it is, then on values.
 
         The first run fills all caches with plain tensors, and raises torch's own errors.
+
+        Args:
+            given: the inputs.
+            tokens: which of them are integers.
         """
-        self.tokens = tokens
         with parametrize.cached():
             inputs = tree_map(torch.clone, given)
             self._made = {_address(tensor): tensor for tensor in tree_leaves(inputs)}
-            self._inputs = frozenset(self._made)
+            self._inputs = {address: k for k, address in enumerate(self._made) if k not in tokens}
             self._run(inputs)
             self.recording, self._made, self.calls = True, {}, 0
             result = self._run(tree_map(lambda leaf: Traced(self.recorder.new_input(leaf), self), given))
@@ -257,7 +260,7 @@ class Tracer(TorchDispatchMode):
             for tensor in written:
                 if not isinstance(tensor, Traced) and _address(tensor) not in self._made:
                     raise NoRuleError(self._writes_into(tensor))
-        if not (self.recording or self.tokens):
+        if self._inputs and not self.recording:
             self._look_for_tokens(op, args, kwargs)
         if not any(isinstance(tensor, Traced) for tensor in tensors):
             known = {_address(tensor) for tensor in tensors if tensor.numel()} - {-1}
@@ -336,9 +339,11 @@ class Tracer(TorchDispatchMode):
             return
         dtype = kwargs.get("dtype") or looked_up.dtype
         integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-        direct = _address(looked_up) in self._inputs
-        if op == "embedding" or (integers and direct):
-            raise TakesTokens("" if direct else user_line())
+        direct = self._inputs.get(_address(looked_up))
+        if op == "embedding" or (integers and direct is not None):
+            if direct is not None:
+                raise TakesTokens(frozenset([direct]), "")
+            raise TakesTokens(frozenset(self._inputs.values()), user_line())
 
     # -- modules
 
