@@ -255,3 +255,12 @@ def test_zero_padding_is_tight_on_small_maps(channels, size):
     found = ts.extreme_singular_values(layer, (channels, size, size), steps=120)
     bound = ts.spectral_norm_bound(layer, (channels, size, size))
     assert found.largest <= bound < found.largest * (1 + 1e-3)
+
+
+def test_stable_rank():
+    layer = nn.Linear(5, 3, bias=False)
+    layer.weight.data = torch.diag(torch.tensor([2.0, 1.0, 0.0])) @ torch.eye(3, 5)
+    assert ts.stable_rank(layer, (5,)) == pytest.approx(1.25)
+    assert ts.stable_rank(ts.OrthoConv2d(4, 8, 3, stride=2), (4, 6, 6)) == pytest.approx(72)
+    layer.weight.data.zero_()
+    assert ts.stable_rank(layer, (5,)) == 0

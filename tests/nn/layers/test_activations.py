@@ -239,3 +239,18 @@ def test_networks_export():
 def test_max_min_keeps_a_byte_a_pair():
     x = torch.randn(2, 8, 4, 4, requires_grad=True)
     assert saved_bytes(lambda: ts.MaxMin()(x)) == 2 * 4 * 4 * 4
+
+
+@pytest.mark.parametrize("delta", [1e-3, 0.5, 4.0])
+def test_soft_huber(delta):
+    layer, x = ts.SoftHuber(delta), torch.linspace(-5, 5, 101, dtype=torch.float64, requires_grad=True)
+    y = layer(x)
+    torch.testing.assert_close(y, delta * ((1 + (x / delta) ** 2).sqrt() - 1))
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    assert slope.abs().max() < 1
+    assert abs(float(slope[50])) < 1e-12
+    far = torch.tensor([1e30, -1e30])
+    torch.testing.assert_close(layer(far), far.abs())
+    for wrong in (0.0, -1.0, math.inf):
+        with pytest.raises(ValueError, match="delta="):
+            ts.SoftHuber(wrong)

@@ -132,3 +132,33 @@ def test_ranks_agree_and_compute_what_one_process_would(tmp_path):
     torch.testing.assert_close(torch.cat((y0, y1)), y.detach())
     torch.testing.assert_close(torch.cat((g0, g1)), x.grad, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(s0["running_mean"], single.running_mean)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 4), (3, 2, 2)])
+def test_one_deviation_for_all_channels(shape):
+    scales = torch.tensor([0.5, 3.0, 1.0], dtype=torch.float64).view(3, *(1,) * (len(shape) - 1))
+    layer, x = ts.BatchLipNorm(3, momentum=0.2, dtype=torch.float64), torch.randn(40, *shape).double() * scales + 1
+    axes = (0, *range(2, x.ndim))
+    mean, variance = x.mean(axes, keepdim=True), x.var(axes, unbiased=False)
+    torch.testing.assert_close(layer(x), (x - mean) / (variance.max() + layer.eps).sqrt())
+    torch.testing.assert_close(layer.running_square, 0.8 + 0.2 * variance)
+    layer.eval()
+    factor = (layer.running_square.max() + layer.eps).rsqrt()
+    torch.testing.assert_close(layer(x), (x - 0.2 * mean) * factor)
+    assert ts.lipschitz_bound(layer, shape) == pytest.approx(float(factor), rel=1e-6)
+    twin = ts.BatchLipNorm(3, dtype=torch.float64).eval()
+    twin.load_state_dict(layer.state_dict())
+    assert torch.equal(twin(x), layer(x))
+    twin.reset_parameters()
+    torch.testing.assert_close(twin(x), x, atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_of_one_deviation():
+    layer = ts.BatchLipNorm(2, momentum=None).double()
+    x = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(layer, x)
+    with pytest.raises(ValueError, match=r"must be \(batch, 2"):
+        layer(torch.zeros(3, 4))
+    for eps in (0.0, -1.0, float("inf")):
+        with pytest.raises(ValueError, match="eps="):
+            ts.BatchLipNorm(2, eps=eps)

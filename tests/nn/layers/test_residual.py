@@ -166,3 +166,23 @@ def test_the_depthwise_block_is_what_the_paper_draws():
     hidden = depthwise(0.7 * x)
     pairs = torch.stack((hidden[:, ::2].maximum(hidden[:, 1::2]), hidden[:, ::2].minimum(hidden[:, 1::2])), 2)
     torch.testing.assert_close(block(x), (x + pointwise(pairs.flatten(1, 2))) / 1.7)
+
+
+def test_adjoint_residual_is_the_step_of_a_potential():
+    layer = ts.OrthoConv2d(4, 6, 3, stride=2).double()
+    block, x = ts.AdjointResidual(layer, nn.Softplus()).double(), torch.randn(2, 4, 6, 6, dtype=torch.float64)
+    jacobian = torch.autograd.functional.jacobian(lambda z: block(z.view(1, 4, 6, 6)).flatten(), x[0].flatten())
+    torch.testing.assert_close(jacobian, jacobian.T)
+    values = torch.linalg.eigvalsh(jacobian)
+    assert -1 <= float(values.min()) < 1 - 1e-3
+    assert float(values.max()) <= 1 + 1e-12
+    assert len(list(block.parameters())) == len(list(layer.parameters()))
+    block(x).sum().backward()
+    assert all(tensor.grad is not None for tensor in layer.free_tensors)
+
+
+def test_adjoint_residuals_that_are_none():
+    with pytest.raises(TypeError, match=r"adjoint\(\)"):
+        ts.AdjointResidual(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="activation"):
+        ts.AdjointResidual(ts.OrthoLinear(4, 4), ts.MaxMin())

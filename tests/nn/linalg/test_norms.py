@@ -1,8 +1,11 @@
 """Bounds of norms that gradients pass through: above the norm at every scale, and of every shape."""
 
+import math
+
 import pytest
 import torch
 
+import trysquare as ts
 from trysquare.nn.linalg.norms import gram_norm_bound, kernel_norm_bound, norm_bound
 
 
@@ -43,3 +46,38 @@ def test_bounds_of_convolutions_are_not_low_at_any_scale(exponent):
 def test_zeros_stay_zeros():
     assert gram_norm_bound(torch.zeros(3, 4)) == 0
     assert norm_bound(torch.zeros(3, 4, 3, 3)) == 0
+
+
+GEOMETRIES = [((4, 3, 3, 3), (6, 5), 1, 1, 1), ((4, 2, 3, 2), (8, 6), (2, 3), 1, 1), ((6, 2, 3), (12,), 2, 3, 3),
+              ((4, 2, 5, 3), (4, 4), 1, (2, 1), 2), ((2, 3, 2, 2, 2), (4, 4, 2), (2, 1, 1), 1, 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "sizes", "stride", "dilation", "groups"), GEOMETRIES)
+def test_spectral_norm_is_the_largest_singular_value(shape, sizes, stride, dilation, groups):
+    dims = len(sizes)
+    layer = ts.OrthoConv1d if dims == 1 else ts.OrthoConv2d if dims == 2 else ts.OrthoConv3d
+    conv = layer(
+        shape[1] * groups, shape[0], shape[2:], stride, dilation=dilation, groups=groups, method="aol",
+        dtype=torch.float64, bias=False,
+    )  # fmt: skip
+    kernel = torch.randn(shape, dtype=torch.float64)
+
+    def apply(x):
+        return conv._convolution(x, kernel)
+
+    domain = (shape[1] * groups, *sizes)
+    basis = torch.eye(math.prod(domain), dtype=torch.float64).view(-1, *domain)
+    exact = torch.linalg.matrix_norm(apply(basis).flatten(1), 2)
+    found = ts.linalg.spectral_norm(kernel, sizes, stride, dilation, groups)
+    torch.testing.assert_close(found, exact)
+    kernel.requires_grad_()
+    assert torch.autograd.gradcheck(lambda k: ts.linalg.spectral_norm(k, sizes, stride, dilation, groups), kernel)
+
+
+def test_spectral_norm_says_what_it_cannot_be_of():
+    with pytest.raises(ValueError, match="not divisible by stride"):
+        ts.linalg.spectral_norm(torch.ones(2, 2, 3), 5, stride=2)
+    with pytest.raises(ValueError, match="no axes"):
+        ts.linalg.spectral_norm(torch.ones(2, 2), 4)
+    with pytest.raises(ValueError, match="groups=3"):
+        ts.linalg.spectral_norm(torch.ones(4, 2, 3), 6, groups=3)

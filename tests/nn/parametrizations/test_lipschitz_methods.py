@@ -121,3 +121,20 @@ def test_rko_is_orthogonal_where_windows_do_not_overlap(layer, orthogonal):
     assert layer.parametrization.is_orthogonal == orthogonal
     values = spectrum(layer.double(), (3, 12, 12))
     assert bool((values - 1).abs().max() < 1e-11) == orthogonal
+
+
+@pytest.mark.parametrize("shape", [(8, 5), (5, 8), (6, 6)])
+def test_linear_layers_that_are_only_normed(shape):
+    layer = ts.SpectralLinear(*shape).double()
+    with torch.no_grad():
+        for scale in (1.0, 1e-20, 1e20):
+            layer.free_tensors[0].copy_(torch.randn_like(layer.free_tensors[0]) * scale)
+            assert 0.85 < float(torch.linalg.matrix_norm(layer.weight, 2)) <= 1 + 1e-12
+    wanted = layer.weight.detach().clone()
+    layer.reset_parameters()
+    values = torch.linalg.svdvals(layer.weight.detach())
+    assert values.max() - values.min() < 1e-9
+    layer.weight = wanted
+    torch.testing.assert_close(layer.weight, wanted)
+    with pytest.raises(ValueError, match="amplifies"):
+        layer.weight = 2 * wanted
