@@ -26,7 +26,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.nn.parallel import DistributedDataParallel
 
 from trysquare import torch_internals
-from trysquare.nn.linalg.precision import apply_function, at_least_float32, differentiated_once, protected
+from trysquare.nn.linalg.precision import (
+    apply_function,
+    at_least_float32,
+    differentiated_once,
+    exactly,
+    full_precision,
+)
 from trysquare.nn.parametrizations.base import (
     Caching,
     Parametrization,
@@ -286,7 +292,7 @@ class _Block:
         if met:
             # Only to the free tensors of these: of a batch, others would get zeros where they have None.
             edges, grads = self._gradients_of_batches({weight: weight.total() for weight in met})
-            with _unfrozen(inputs):
+            with _unfrozen(inputs), full_precision(inputs[0]):
                 torch.autograd.backward(edges, grads, inputs=inputs)
         if self.ranks is not None and self.differentiable:
             self._average(self.ranks, shared)
@@ -335,7 +341,8 @@ class _Block:
         if own:
             targets = {tensor: self.stand_ins[tensor] for weight in own for tensor in weight.trained}
             edges, grads = self._gradients_of_batches(own)
-            crossed = torch.autograd.grad(edges, list(targets.values()), grads, materialize_grads=True)
+            with full_precision(grads[0]):
+                crossed = torch.autograd.grad(edges, list(targets.values()), grads, materialize_grads=True)
             found = dict(zip(targets, crossed, strict=True))
         if not self.owner_only:
             wanted = list(dict.fromkeys((tensor, owner) for weight, owner in pairs for tensor in weight.trained))
@@ -497,7 +504,7 @@ def _built_together(alike: Sequence[Parametrization], frees: Sequence[Sequence[T
         build, free = alike[0].build, frees[0]
     else:
         build, free = alike[0].build_together, [apply_function(_Stack, *each) for each in zip(*frees, strict=True)]
-    return plainly_laid_out(protected(build, [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]))
+    return plainly_laid_out(exactly(build, [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]))
 
 
 class _Stack(torch.autograd.Function):

@@ -337,6 +337,7 @@ FUNCTIONS = {
     "compose": ((6, 5, 3, 3), (5, 4, 3, 3)),
     "adjoint": ((4, 6, 3),),
     "norm_bound": ((4, 6, 3),),
+    "spectral_norm": ((4, 6, 3),),
     "recondition": ((4, 6), (4, 6)),
     "grow": ((1, 4, 4), (2, 1, 2, 4)),
     "orthogonalizer": ((4, 6),),  # by `apply` of what it finds
@@ -346,6 +347,8 @@ FUNCTIONS = {
 def called(name, inputs):
     if name == "grow":
         return ts.linalg.grow(inputs[0], ts.linalg.orthonormal_rows(inputs[1]), (0, 1))
+    if name == "spectral_norm":
+        return ts.linalg.spectral_norm(inputs[0], 7)
     function = ts.linalg.orthogonalizer("cayley").apply if name == "orthogonalizer" else getattr(ts.linalg, name)
     return function(*inputs)
 

@@ -173,6 +173,17 @@ def protected(build: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
         return build(*tensors)
 
 
+def exactly(build: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """Return ``build(*tensors)`` in full precision, for who computes first derivatives within ``full_precision`` too.
+
+    What ``protected`` keeps in order to see to those by itself is not kept.
+    """
+    if not only_first_derivatives():
+        return protected(build, tensors)
+    with full_precision(tensors[0]):
+        return _built(build, tensors)
+
+
 def _built(build: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
     before, _LOCAL.building = _LOCAL.building, True
     try:
