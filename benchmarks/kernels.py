@@ -26,7 +26,6 @@ from benchmarks.measure import (
     aten_calls,
     flops,
     interleaved,
-    peak_live_bytes,
     ratio,
     saved_bytes,
     weight_gradient,
@@ -43,8 +42,6 @@ EVALUATED = ((64, 32), (128, 16), (256, 14))
 BATCH = 8
 # Layers that are alike, and their channels.
 TOGETHER = ((8, 16), (8, 32), (6, 64), (6, 128), (10, 256), (4, 512))
-# Devices and batches of a step of ResNet-34 whose memory is counted; the meta device stands for an accelerator.
-STEPS = (("cpu", 8), ("cpu", 32), ("meta", 8), ("meta", 32), ("meta", 128))
 # The number of channels from which backward rebuilds the intermediate kernels.
 WAYS = {"kept": math.inf, "not kept": 0}
 
@@ -61,7 +58,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "eval": [_evaluated(*shape) for shape in EVALUATED],
         "together": [_together(*shape) for shape in (TOGETHER[:3] if arguments.quick else TOGETHER)],
         "accelerator": _on_an_accelerator(),
-        "memory": [step_memory(*step) for step in (STEPS[2:] if arguments.quick else STEPS)],
     }
 
 
@@ -125,24 +121,6 @@ def _together(count: int, channels: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def step_memory(device: str, batch: int) -> dict[str, Any]:
-    """Count what tensors hold at the peak of a step of ResNet-34 at 224 x 224, without a block and in one."""
-    peaks = {}
-    for way in ("one by one", "together"):
-        torch.manual_seed(0)
-        with torch.device(device):
-            model = ts.models.build("resnet34", (3, 224, 224), 1000)
-            images, labels = torch.randn(batch, 3, 224, 224), torch.zeros(batch, dtype=torch.long)
-
-        def step(model: nn.Module = model, images: Any = images, labels: Any = labels, way: str = way) -> None:
-            model.zero_grad()
-            with ts.built(model) if way == "together" else nullcontext():
-                nn.functional.cross_entropy(model(images), labels).backward()
-
-        peaks[way] = peak_live_bytes(step, [*model.parameters(), *model.buffers(), images, labels])
-    return {"device": device, "batch": batch, "peaks": peaks}
-
-
 def _on_an_accelerator() -> dict[str, Any]:
     """Count what an accelerator would be given, on the meta device: for one kernel, and for all of ResNet-34."""
     with torch.device("meta"):
@@ -188,14 +166,6 @@ def describe(data: dict[str, Any]) -> list[Part]:
         for entry in data["together"]
     ]  # fmt: skip
     blind = [[name, *(str(calls) for calls in row.values())] for name, row in data["accelerator"].items()]
-    devices = {"cpu": "a processor", "meta": "an accelerator"}
-    memory = [
-        [
-            f"{devices[entry['device']]}, batch {entry['batch']}", *map(megabytes, entry["peaks"].values()),
-            f"{100 * (entry['peaks']['together'] / entry['peaks']['one by one'] - 1):.1f} %",
-        ]
-        for entry in data["memory"]
-    ]  # fmt: skip
     return [
         Table(columns, rows),
         "All kernels of a model can be built as one job, `with ts.built(model)`; layers that are alike in one batch, "
@@ -204,9 +174,6 @@ def describe(data: dict[str, Any]) -> list[Part]:
         "On an accelerator time goes by calls, and the host looks at no value there. So many calls, none in float64, "
         "counted on the meta device:",
         Table(["kernels", "one by one", "together"], blind),
-        "A block holds the gradients of all weights until it is left. So many megabytes tensors hold at the peak of a "
-        "training step of ResNet-34 at 224 x 224, counted at every operation:",
-        Table(["step", "one by one", "together", "growth"], memory),
         f"Groups are built as one batch: a kernel takes {one} calls, and one of 256 groups {many}. Building the "
         f"intermediate kernels again takes {times(slower[0])} to {times(slower[-1])} the time of keeping them, and "
         f"saves {rebuilt} MB in place of {kept} MB for {most['channels']} channels. In eval mode the kernel is kept: a "

@@ -13,6 +13,7 @@ PAGE = results.ROOT / "docs" / "benchmarks.md"
 # In the order of the page.
 QUESTIONS = {
     "kernels": "What does it cost to build a kernel?",
+    "memory": "What memory does it take to build all kernels together?",
     "overhead": "What does a whole network cost?",
     "scaling": "How does the cost grow?",
     "forecast": "What would it cost on graphics cards?",

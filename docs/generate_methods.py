@@ -74,6 +74,8 @@ NOTES = {
     "aol": "`aol` rescales a free kernel by the row sums of `|WᵀW|`; the lemma behind it (diagonal dominance, "
     "`parametrizations/aol.py`) bounds singular values from above only. They are all 1 if and only if the free kernel "
     "is orthogonal up to the scale of its channels.",
+    "spectral": "`spectral` divides a free kernel by one upper bound of its norm (`parametrizations/spectral.py`), so "
+    "that its singular values stay in proportion: the largest is at most 1, the others what training makes them.",
     "soc": "`soc` is a polynomial near an exponential. A polynomial of modulus 1 on an interval of the "
     "imaginary axis is constant, so none is exactly orthogonal for every skew kernel; the layer states a certified "
     "error instead (`layer.truncation_error`), which more `terms` make as small as wanted. `kernel_size` "

@@ -27,7 +27,7 @@ from trysquare.verify import spectrum as spectrum
 from trysquare.verify.auditing import AuditReport, audit
 from trysquare.verify.certification import Certificate, certified_radius, certify
 from trysquare.verify.lipschitz import lipschitz_bound, lipschitz_lower_bound
-from trysquare.verify.spectrum import extreme_singular_values, singular_values, spectral_norm_bound
+from trysquare.verify.spectrum import extreme_singular_values, singular_values, spectral_norm_bound, stable_rank
 
 __version__ = "0.1.0"
 
@@ -35,8 +35,8 @@ __all__ = [
     "METHODS", "AuditReport", "Certificate", "ProjUNN", "attacks", "audit", "built", "certified_radius", "certify",
     "data", "extreme_singular_values", "from_torch", "gradient_norm", "init", "linalg", "lipschitz",
     "lipschitz_bound", "lipschitz_lower_bound", "load_model", "load_weights", "losses", "margin_for_radius",
-    "models", "parameter_groups", "save_checkpoint", "singular_values", "spectral_norm_bound", "synchronize",
-    "to_torch", "training",
+    "models", "parameter_groups", "save_checkpoint", "singular_values", "spectral_norm_bound", "stable_rank",
+    "synchronize", "to_torch", "training",
 ]  # fmt: skip
 __all__ += layers.__all__
 

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as _module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils import _python_dispatch, _pytree
 
@@ -62,6 +63,12 @@ make_subclass = torch.Tensor._make_subclass
 
 # An assertion that an accelerator checks without stalling the host.
 assert_on_device = torch._assert_async
+
+# What torch does to a module when a tensor of it is parametrized for the first time, and for each such tensor: to make
+# it again from a pickle, which torch itself refuses to write because the class that it makes has no name in a module.
+make_parametrized = parametrize._inject_new_class
+make_property = parametrize._inject_property
+
 # Tensors inside of lists, dictionaries and named tuples. There is no public module for them.
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map

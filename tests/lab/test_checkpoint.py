@@ -4,13 +4,14 @@ import json
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import trysquare as ts
-from trysquare.lab.checkpoint import packed, read_checkpoint, unpacked
+from trysquare.lab.checkpoint import encoded, packed, read_checkpoint, unpacked
 
 ARGUMENTS = {"name": "tiny-digits", "input_shape": (1, 8, 8), "classes": 10}
 
@@ -73,7 +74,7 @@ def test_every_flipped_bit_of_a_state_is_seen(tmp_path):
 def test_reading_runs_nothing_that_a_file_names(tmp_path, monkeypatch):
     (tmp_path / "evil.py").write_text("import pathlib\npathlib.Path('ran').touch()\ndef build(): raise SystemExit\n")
     monkeypatch.chdir(tmp_path)
-    ts.save_checkpoint("model.safetensors", nn.Linear(2, 2), "evil:build")
+    Path("model.safetensors").write_bytes(encoded(nn.Linear(2, 2), "evil:build"))
     for source in ("model.safetensors", "."):
         with pytest.raises(ValueError, match="not run"):
             ts.load_model(source)
@@ -96,7 +97,37 @@ def test_what_cannot_be_written_is_said_at_once(tmp_path):
         ts.save_checkpoint(tmp_path / "a", nn.Linear(2, 2), "linear")
     with pytest.raises(ValueError, match="plain types"):
         ts.save_checkpoint(tmp_path / "a", nn.Linear(2, 2), "torch.nn:Linear", {"device": torch.device("cpu")})
+    for factory, arguments, why in (
+        ("torch.nn:Linear", {"in_features": 2}, "failed"),
+        ("torch.nn:Linear", {"in_features": 2, "out_features": 3}, r"'weight'.*shape"),
+        ("torch.nn:ReLU", {}, "the model has no"),
+        ("torch.nn:Linnear", {}, "cannot import"),
+        ("trysquare.models:build", ARGUMENTS, "is missing"),
+    ):
+        with pytest.raises(ValueError, match=f"nothing is saved.*{why}"):
+            ts.save_checkpoint(tmp_path / "a", nn.Linear(2, 2), factory, arguments)
+    with pytest.raises(ValueError, match="float64 in the file"):
+        ts.save_checkpoint(
+            tmp_path / "a", nn.Linear(2, 2).double(), "torch.nn:Linear", {"in_features": 2, "out_features": 2}
+        )
     assert not list(tmp_path.iterdir())
+
+
+def looks(width):
+    """A factory that cannot do without numbers, and draws some."""
+    layer = nn.Linear(width, width)
+    return layer if layer.weight.sum().item() < 1e9 else nn.Identity()
+
+
+def test_saving_draws_no_numbers_and_takes_factories_that_look_at_theirs(tmp_path):
+    model, layer = ts.models.build(**ARGUMENTS), looks(3)
+    torch.manual_seed(1)
+    expected = torch.randn(3)
+    torch.manual_seed(1)
+    ts.save_checkpoint(tmp_path / "a", model, "trysquare.models:build", ARGUMENTS)
+    ts.save_checkpoint(tmp_path / "b", layer, "tests.lab.test_checkpoint:looks", {"width": 3})
+    assert torch.equal(torch.randn(3), expected)
+    assert torch.equal(ts.load_model(tmp_path / "b", factory=looks).weight, layer.weight)
 
 
 def test_links_that_lead_out_of_a_run_are_not_written_through(tmp_path):

@@ -10,6 +10,7 @@ from torch import nn
 
 import trysquare as ts
 from trysquare.files import replacing
+from trysquare.lab.checkpoint import encoded
 from trysquare.lab.cli import main
 
 
@@ -79,7 +80,7 @@ def test_errors_are_one_line(elsewhere, capsys):
     torch.save({"weights": 1}, elsewhere / "other.pt")
     (elsewhere / "unfinished.py").write_text("def build(:\n")
     (elsewhere / "empty.pt").touch()
-    ts.save_checkpoint(elsewhere / "misfit.pt", small(6), "tests.lab.test_cli:small", {"width": 4})
+    (elsewhere / "misfit.pt").write_bytes(encoded(small(6), "tests.lab.test_cli:small", {"width": 4}))
     (elsewhere / "cut.pt").write_bytes((elsewhere / "misfit.pt").read_bytes()[:600])
     torch.save({"factory": 3, "arguments": {}, "state_dict": {}}, elsewhere / "three.pt")
     for model, message in (

@@ -17,7 +17,7 @@ import torch
 
 import trysquare as ts
 from trysquare.lab import checkpoint
-from trysquare.lab.checkpoint import packed, read_checkpoint, unpacked
+from trysquare.lab.checkpoint import encoded, packed, read_checkpoint, unpacked
 from trysquare.lab.cli import main
 from trysquare.lab.report import write_report
 
@@ -39,7 +39,7 @@ def run(trained, tmp_path):
 
 
 def saved(path, model, arguments=ARGUMENTS):
-    ts.save_checkpoint(path, model, "trysquare.models:build", arguments)
+    path.write_bytes(encoded(model, "trysquare.models:build", arguments))
 
 
 def test_modules_beside_a_run_are_not_imported(run):

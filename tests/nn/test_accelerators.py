@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import trysquare as ts
-from benchmarks import kernels
+from benchmarks import memory
 from trysquare.nn.linalg import inverse, matrix_exponential, orthogonalize, orthonormal, projectors
 from trysquare.nn.linalg.fourier import RESPONSES
 from trysquare.nn.linalg.orthonormal import orthonormal_rows
@@ -184,7 +184,7 @@ def test_calls_of_all_kernels_of_resnet34():
 
 
 def test_a_block_takes_little_memory():
-    peaks = kernels.step_memory("meta", 32)["peaks"]
+    peaks = memory.measure("meta", 32)["peaks"]
     assert peaks["together"] <= 1.02 * peaks["one by one"]
 
 

@@ -1,31 +1,41 @@
 """Losses against closed forms, finite differences and their invariances."""
 
 import math
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 import trysquare as ts
+from benchmarks import peers
 from trysquare.nn.losses import (
     LOSSES,
+    BinaryCrossEntropy,
     BinaryHKR,
+    CategoricalHinge,
     CertificateRegularizer,
     CosineLoss,
+    CosineVRALoss,
     EMMALoss,
     LogitAnnealing,
     LogSumExpHKR,
     MulticlassHKR,
     OffsetCrossEntropy,
     SoftHKR,
+    TradesLoss,
+    check_last_layer,
     make_loss,
     margin_for_radius,
 )
 
 SQRT2 = math.sqrt(2)
-MULTICLASS = [name for name in LOSSES if name != "hkr-binary"]
+BINARY = ["hkr-binary", "binary-cross-entropy"]
+MULTICLASS = [name for name in LOSSES if name not in BINARY]
 # A shift of all logits changes nothing for what sees differences only.
-OF_DIFFERENCES = ["offset-cross-entropy", "emma", "logit-annealing", "certificate-regularizer"]
+OF_DIFFERENCES = [
+    "offset-cross-entropy", "categorical-hinge", "emma", "trades", "logit-annealing", "certificate-regularizer",
+]  # fmt: skip
 
 
 def batch(samples=6, classes=5, dtype=torch.float64, scale=1.0):
@@ -77,7 +87,7 @@ def test_binary_gradients():
 def test_extreme_logits_have_finite_losses_and_gradients(name, dtype):
     labels = torch.tensor([0, 1, 0, 1])
     rows = torch.tensor([[1e4, -1e4, 0.0], [1e4, -1e4, 0.0], [0.0, 0.0, 0.0], [1e-7, 1e-7, -1e-7]])
-    logits = (rows[:, 0] if name == "hkr-binary" else rows).to(dtype).requires_grad_()
+    logits = (rows[:, 0] if name in BINARY else rows).to(dtype).requires_grad_()
     loss = make_loss(name)(logits, labels)
     loss.backward()
     assert loss.dtype == torch.float32
@@ -166,6 +176,109 @@ def test_binary_hkr_closed_form():
         assert float(BinaryHKR(alpha)(values, labels)) == pytest.approx(expected)
     one_class = BinaryHKR(0.0)(values, torch.tensor([1, 1, 1]))
     assert float(one_class) == pytest.approx(-1.9 / 3)
+
+
+def test_binary_losses_of_several_questions_are_the_means_over_them():
+    logits, labels = torch.randn(7, 3, dtype=torch.float64), torch.randint(2, (7, 3))
+    for loss in (BinaryHKR(0.3), BinaryCrossEntropy(0.7, 0.2)):
+        each = [loss(logits[:, k], labels[:, k]) for k in range(3)]
+        torch.testing.assert_close(loss(logits, labels), torch.stack(each).mean())
+        torch.testing.assert_close(loss(logits[:, :1], labels[:, 0]), each[0])
+        with pytest.raises(ValueError, match="a label each"):
+            loss(logits, labels[:, :2])
+
+
+def test_binary_cross_entropy_is_that_of_torch_and_of_two_logits():
+    logits, labels = torch.randn(7, dtype=torch.float64), torch.randint(2, (7,))
+    expected = nn.functional.binary_cross_entropy_with_logits(4 * logits, labels.double()) / 4
+    torch.testing.assert_close(BinaryCrossEntropy(temperature=0.25)(logits, labels), expected)
+    both = torch.stack((-logits / 2, logits / 2), 1)
+    torch.testing.assert_close(BinaryCrossEntropy(1.4, 0.3)(logits, labels), OffsetCrossEntropy(0.7, 0.3)(both, labels))
+
+
+def test_categorical_hinge_is_the_limit_of_the_offset_cross_entropy():
+    logits, labels = batch()
+    values = CategoricalHinge(0.8, reduction="none")(logits, labels)
+    limit = OffsetCrossEntropy(0.8, 1e-4, reduction="none")(logits, labels)
+    torch.testing.assert_close(values, limit, atol=1e-3, rtol=0)
+
+
+def test_trades_closed_form():
+    """Against the two distributions written out, with a head of unequal rows."""
+    logits, labels = batch()
+    head = torch.randn(5, 4, dtype=torch.float64)
+    answers = logits.argmax(1)
+    value = TradesLoss(0.3, weight=0.7, lipschitz=2.0, reduction="none")(logits, labels, head)
+    for row, label, answer, found in zip(logits, labels, answers, value, strict=True):
+        reached = [float(row[j] + 0.3 * 2.0 * (head[answer] - head[j]).norm()) for j in range(5) if j != answer]
+        p = row.softmax(0)
+        worst = torch.cat([row, torch.tensor([max(reached)], dtype=torch.float64)]).softmax(0)
+        divergence = (p * (p / worst[:5]).log()).sum()
+        torch.testing.assert_close(found, -p[label].log() + 0.7 * divergence)
+    plain = nn.functional.cross_entropy(logits, labels)
+    torch.testing.assert_close(TradesLoss(weight=0.0)(logits, labels), plain)
+
+
+def test_cosine_vra_closed_form():
+    row, labels = torch.tensor([[1.0, 0.8, -5.0]], dtype=torch.float64), torch.tensor([0])
+    missed = [0.3 - 0.2 / (2 * SQRT2), 0.0]
+    weights = [math.exp(value) / sum(map(math.exp, missed)) for value in missed]
+    cosine = 1 - 1 / math.sqrt(1 + 0.64 + 25)
+    value = CosineVRALoss(0.4, 0.3, lipschitz=2.0)(row, labels)
+    assert float(value) == pytest.approx(0.6 * cosine + 0.4 * weights[0] * missed[0])
+
+
+def test_cosine_vra_is_that_of_orthogonium():
+    if not peers.installed():
+        pytest.skip("the extra of peers is not installed")
+    logits, labels = batch(scale=0.1)
+    theirs = peers.load("losses", "Cosine_VRA_Loss")(gamma=0.3, L=1.0, eps=0.2, last_layer_type="global")
+    found = CosineVRALoss(0.3, 0.2)(logits, labels)
+    torch.testing.assert_close(found, theirs(logits, labels) + 0.7, check_dtype=False)
+
+
+def test_emma_of_another_loss():
+    logits, labels = batch()
+    moved = logits + SQRT2 * 10.0 * (~nn.functional.one_hot(labels, 5).bool())
+    loss = EMMALoss(radius=10.0, floor=1.0, base="logit-annealing")
+    torch.testing.assert_close(loss(logits, labels), LogitAnnealing()(moved, labels))
+    with pytest.raises(ValueError, match="base="):
+        EMMALoss(base=EMMALoss())
+
+
+def warned(model, loss):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        check_last_layer(model, loss)
+    return str(found[0].message) if found else ""
+
+
+def test_the_last_layer_is_checked():
+    orthogonal, unit = (nn.Sequential(nn.Flatten(), kind(8, 4)) for kind in (ts.OrthoLinear, ts.UnitNormLinear))
+    with torch.no_grad():
+        unit[1].weight = torch.eye(8)[:4]
+        opposite = nn.Sequential(ts.UnitNormLinear(8, 4))
+        opposite[0].weight = torch.eye(8)[[0, 0, 1, 2]] * torch.tensor([[1.0], [-1.0], [1.0], [1.0]])
+    large = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
+    nn.init.constant_(large[0].weight, 2.0)
+    for name in LOSSES:
+        assert not warned(orthogonal, make_loss(name))
+        assert not warned(unit, make_loss(name))
+    text = warned(opposite, OffsetCrossEntropy(margin=1.0))
+    assert "rows at a distance 2, not at most 1.414" in text
+    assert "certifies a radius of 0.5" in text
+    radius = ts.certified_radius(torch.tensor([[1.0, 0.0, -9.0, -9.0]]), torch.tensor([0]), 1.0, opposite[0].weight)
+    assert float(radius) == pytest.approx(0.5, rel=1e-5)
+    assert "head=layer.weight" in warned(opposite, EMMALoss())
+    assert not warned(opposite, EMMALoss(lipschitz=1.5))
+    assert not warned(opposite, CosineLoss())
+    assert not warned(opposite, BinaryHKR())
+    assert "norm 5.657" in warned(large, BinaryCrossEntropy(margin=1.0))
+    assert "radius of 0.0884" in warned(large, BinaryCrossEntropy(margin=1.0))
+    with pytest.raises(ValueError, match="no linear layer"):
+        check_last_layer(nn.ReLU(), EMMALoss())
+    with pytest.raises(TypeError, match="CrossEntropyLoss"):
+        check_last_layer(large, nn.CrossEntropyLoss())
 
 
 def test_binary_hkr_refuses_several_logits():
@@ -274,7 +387,7 @@ def test_certificate_regularizer_with_equal_rows_is_the_base():
     assert torch.allclose(CertificateRegularizer()(logits, labels, torch.ones(5, 2, dtype=torch.float64)), base)
 
 
-@pytest.mark.parametrize("base", [nn.CrossEntropyLoss(), BinaryHKR(), EMMALoss()])
+@pytest.mark.parametrize("base", [nn.CrossEntropyLoss(), BinaryHKR(), BinaryCrossEntropy(), EMMALoss()])
 def test_certificate_regularizer_refuses_other_bases(base):
     with pytest.raises(ValueError, match="base="):
         CertificateRegularizer(base=base)

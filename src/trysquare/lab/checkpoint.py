@@ -15,6 +15,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,10 @@ def save_checkpoint(
 ) -> None:
     """Write a model so that ``load_model`` can make it again.
 
-    The file is replaced in one step: an interrupted write leaves the old one. ``safetensors.torch.load_file`` reads the
-    weights. All ranks must call it for a model that ``fully_shard`` has spread over them; the file holds the whole.
+    What is to be written is read back first, and the factory is called, on the meta device if it can be, to see that
+    the weights fit the model that it makes. The file is replaced in one step: an interrupted write leaves the old one.
+    ``safetensors.torch.load_file`` reads the weights. All ranks must call it for a model that ``fully_shard`` has
+    spread over them; the file holds the whole.
 
     Args:
         path: file to write.
@@ -52,9 +55,36 @@ def save_checkpoint(
         arguments: keyword arguments of plain types.
 
     Raises:
-        ValueError: if the factory has no such name, an argument is not of a plain type, or the model holds something
-            else than tensors.
+        ValueError: if the factory has no such name, an argument is not of a plain type, the model holds something
+            else than tensors, or ``load_model`` could not make it again; nothing is written then.
         ImportError: if safetensors is not installed.
+    """
+    content = encoded(model, factory, arguments)
+    found = _read_safetensors(content)
+    try:
+        require_fit(_remade(factory, found["arguments"]).state_dict(), found["state_dict"])
+    except ValueError as error:
+        described = f"{shown(factory)} with {shown(found['arguments'])}"
+        raise ValueError(f"{described} does not make this model again, so that nothing is saved: {error}") from error
+    write_whole(path, content)
+
+
+def _remade(factory: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """What a factory makes, without numbers where it can, and without a trace in those that are drawn next."""
+    make = _built if factory == REGISTRY else partial(_made, factory)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"):
+                return make(arguments)
+        except ValueError:  # it may look at its numbers
+            return make(arguments)
+
+
+def encoded(model: nn.Module, factory: str, arguments: Mapping[str, Any] | None = None) -> bytes:
+    """Return the content of a file of ``save_checkpoint``, with nothing said about whether it can be loaded.
+
+    Raises:
+        ValueError: as ``save_checkpoint``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -72,7 +102,7 @@ def save_checkpoint(
         raise ValueError(f"arguments={shown(arguments)} must be of plain types: {error}") from error
     parameters = sum(parameter.numel() for parameter in model.parameters())
     metadata = {"factory": factory, "arguments": described, "parameters": str(parameters), "sha256": _NO_DIGEST}
-    write_whole(path, _sealed(_safetensors().save(tensors, metadata)))
+    return _sealed(_safetensors().save(tensors, metadata))
 
 
 def _sealed(content: bytes) -> bytes:

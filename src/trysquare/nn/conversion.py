@@ -371,9 +371,9 @@ class _Converter:
                 second = self.graph.call_function(torch.neg, (second,))
             second.meta = dict(node.meta)
             self.dependent.add(second)
-        kind = {"convex": calls.ConvexSum, "learnable": calls.LearnableSum}[self.options["residual"]]
+        kinds: dict[str, Callable[..., nn.Module]] = {"convex": calls.ConvexSum, "learnable": calls.LearnableSum}
         value = self._value(node)
-        new = kind(device=value.device, dtype=value.dtype)
+        new = kinds[self.options["residual"]](device=value.device, dtype=value.dtype)
         self._put(node, new, first, second)
         return _kind(new), "weights that add up to 1: branches would add up"
 
@@ -536,6 +536,14 @@ class Converted(fx.GraphModule):
         """What was changed, to what, and why."""
         return self.meta["conversion"]
 
+    def as_torch(self) -> nn.Module:
+        """Return the same calls without the table."""
+        return fx.GraphModule(self, self.graph, self._get_name())
+
+    def __reduce__(self) -> Any:
+        """Pickle as torch does, and the table with it."""
+        return _unpickled, (*super().__reduce__(), self.conversion)
+
 
 class _Choices(TypedDict, total=False):
     activation: str
@@ -543,6 +551,13 @@ class _Choices(TypedDict, total=False):
     init: str
     expanding_shortcut: str
     keep: tuple[type[nn.Module], ...]
+
+
+def _unpickled(make: Callable[..., fx.GraphModule], arguments: tuple[Any, ...], table: Conversion) -> Converted:
+    plain = make(*arguments)
+    result = Converted(plain, plain.graph, plain._get_name())
+    result.meta["conversion"] = table
+    return result
 
 
 @overload

@@ -31,9 +31,11 @@ class PlainLayer(Protocol):
 def to_torch(model: nn.Module, *, keep: tuple[type[nn.Module], ...] = ()) -> nn.Module:
     """Copy a model with every layer of this library replaced by plain ``torch.nn`` layers of the same function.
 
-    Every module that has a method ``as_torch`` is replaced by the plain module that it returns: layers
-    and blocks whose weights are functions of free tensors. Activations, pooling and the like have
-    no free tensors and no counterpart in ``torch.nn``, and are copied as they are.
+    Replaced is every module that has a method ``as_torch``, which returns a plain module. What has no
+    counterpart in ``torch.nn`` (sorting activations, residuals, pooling that is scaled) becomes a module
+    of ``torch.fx``, so that no class of this library is left; centerings take off their running means.
+    The one exception are recurrent layers with another nonlinearity than tanh and ReLU, which are copied
+    with plain weights, and classes of your own that override ``forward`` of a layer.
 
     The original is not touched. Layers that occur several times stay shared. Plain circular padding
     cannot wrap around more than once, so the copy refuses feature maps smaller than the padding.
@@ -53,10 +55,32 @@ def to_torch(model: nn.Module, *, keep: tuple[type[nn.Module], ...] = ()) -> nn.
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     refuse_sharded(model)
-    modules = [m for m in model.modules() if not isinstance(m, keep)]
     # A copy that is given beforehand replaces the module wherever it occurs.
-    replaced: dict[int, object] = {id(m): m.as_torch() for m in modules if isinstance(m, PlainLayer)}
+    replaced: dict[int, Any] = {}
+    original = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
+    for module in _inside_out(model, set()):
+        if isinstance(module, PlainLayer) and not isinstance(module, keep) and _as_written_here(module):
+            plain = module.as_torch()
+            shares = any(id(part) in original for part in (*plain.modules(), *plain.parameters(), *plain.buffers()))
+            replaced[id(module)] = copy.deepcopy(plain, replaced) if shares else plain
     return copy.deepcopy(model, replaced)
+
+
+def _inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """All modules, each after those inside of it."""
+    if module not in seen:
+        seen.add(module)
+        for child in module.children():
+            yield from _inside_out(child, seen)
+        yield module
+
+
+def _as_written_here(module: nn.Module) -> bool:
+    """Whether nobody has overridden what a layer computes, besides what says so."""
+    forward = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    plain = next(cls for cls in type(module).__mro__ if "as_torch" in vars(cls))
+    ours = forward.__module__.split(".")[0] in ("trysquare", "torch")
+    return (ours or issubclass(plain, forward)) and "forward" not in vars(module)
 
 
 def with_fixed_weights(model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Losses for classifiers with a known Lipschitz constant.
+"""Losses for classifiers with a known Lipschitz constant, and a check that the last layer is what a loss is for.
 
 All of them take logits ``(batch, classes)`` of any floating point type and labels ``(batch,)``, compute in float32 or
 better, and are finite for every finite logit. Notation: ``z`` the logits, ``y`` the label, ``m`` a margin.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+import warnings
 from abc import abstractmethod
 from typing import Any
 
@@ -23,6 +24,8 @@ _REDUCTIONS = ("mean", "sum", "none")
 _SQRT2 = math.sqrt(2)
 # Size of the logits below which the cosine loss is linear.
 _FLAT = 1e-4
+# Of weights in float32 and half precision, which nobody needs to be warned of.
+_ROUNDED = 1e-2
 
 
 def margin_for_radius(radius: float, lipschitz: float = 1.0, scale: float = 1.0) -> float:
@@ -194,6 +197,29 @@ def _offset_cross_entropy(logits: Tensor, labels: Tensor, margin: float, tempera
     return F.cross_entropy(offset / temperature, labels, reduction="none")
 
 
+class CategoricalHinge(Loss):
+    """``max(0, m - (z_y - max_j z_j))`` over ``j ≠ y``: no more is asked for than the margin.
+
+    Args:
+        margin: ``m``; ``margin_for_radius`` gives the one for a wanted radius.
+        reduction: over the batch.
+
+    >>> loss = ts.losses.CategoricalHinge(margin=1.0)
+    >>> float(loss(torch.tensor([[3.0, 2.5]]), torch.tensor([0])))
+    0.5
+    """
+
+    def __init__(self, margin: float = 1.5 * _SQRT2, *, reduction: str = "mean") -> None:
+        super().__init__(reduction=reduction)
+        _check_number("margin", margin)
+        self.margin = margin
+
+    def per_sample(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each sample."""
+        others = logits.masked_fill(_is_true(logits, labels), -math.inf).amax(1)
+        return F.relu(self.margin - (_true(logits, labels).squeeze(1) - others))
+
+
 class CosineLoss(Loss):
     """``1 - cos(z, e_y) = 1 - z_y / |z|``: for accuracy, since the scale of the logits does not matter.
 
@@ -228,11 +254,65 @@ class _HKR(Loss):
         return F.relu(self.min_margin / 2 - signed)
 
 
-class BinaryHKR(_HKR):
+class _Binary(Loss):
+    """A loss of one logit for each question that is answered by yes or no."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss.
+
+        Args:
+            logits: ``f``, of shape ``(batch,)`` or ``(batch, 1)``, or ``(batch, questions)``.
+            labels: ``(batch,)``, or as many as logits if there are several; integers, positive for ``s = 1`` and
+                otherwise ``s = -1``.
+
+        Raises:
+            ValueError: if the shapes or types are others.
+        """
+        several = labels.ndim == 2 and labels.shape == logits.shape
+        if not logits.is_floating_point() or not (several or logits.shape[1:] in ((), (1,))) or logits.ndim == 0:
+            raise ValueError(
+                f"logits of shape {tuple(logits.shape)} must be (batch,) or (batch, 1), floating point, or have a "
+                f"label each, not labels of shape {tuple(labels.shape)}"
+            )
+        _check_labels(logits, labels if not several else labels[:, 0])
+        with full_precision(logits):
+            values = _widened(logits)
+            return self._reduced(
+                self.per_sample(values if several else values.view(-1, 1), labels.view(len(labels), -1))
+            )
+
+
+class BinaryCrossEntropy(_Binary):
+    """``τ log(1 + exp((m/2 - s f) / τ))``: ``OffsetCrossEntropy`` of one logit, or the mean of that over several.
+
+    Args:
+        margin: ``m``, between the two answers.
+        temperature: ``τ``; ``nn.BCEWithLogitsLoss`` is this without margin at temperature 1.
+        reduction: over the batch.
+
+    >>> loss = ts.losses.BinaryCrossEntropy(margin=1.0, temperature=0.1)
+    >>> round(float(loss(torch.tensor([2.0, -0.5]), torch.tensor([1, 0]))), 4)
+    0.0347
+    """
+
+    def __init__(self, margin: float = 0.0, temperature: float = 1.0, *, reduction: str = "mean") -> None:
+        super().__init__(reduction=reduction)
+        _check_number("margin", margin)
+        _check_number("temperature", temperature, positive=True)
+        self.margin, self.temperature = margin, temperature
+
+    def per_sample(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each sample."""
+        signed = torch.where(labels > 0, logits, -logits)
+        return self.temperature * F.softplus((self.margin / 2 - signed) / self.temperature).mean(1)
+
+
+class BinaryHKR(_Binary, _HKR):
     """``α E[max(0, m/2 - s f)] - (1 - α) (E[f | s = 1] - E[f | s = -1])`` (Serrurier et al., 2021).
 
     The second term is the Kantorovich-Rubinstein estimate of the Wasserstein distance between the classes in this
-    batch; a class that is absent counts as mean 0.
+    batch; a class that is absent counts as mean 0. Of several questions (labels that do not exclude each other) it is
+    the mean over them.
 
     Args:
         alpha: weight of the hinge, from 0 (distance only) to 1 (hinge only).
@@ -244,27 +324,11 @@ class BinaryHKR(_HKR):
     tensor(-2.)
     """
 
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss.
-
-        Args:
-            logits: ``f``, of shape ``(batch,)`` or ``(batch, 1)``.
-            labels: ``(batch,)``, integers, positive for ``s = 1`` and otherwise ``s = -1``.
-
-        Raises:
-            ValueError: if the shapes or types are others.
-        """
-        if not logits.is_floating_point() or logits.shape[1:] not in ((), (1,)) or logits.ndim == 0:
-            raise ValueError(f"logits of shape {tuple(logits.shape)} must be (batch,) or (batch, 1), floating point")
-        _check_labels(logits, labels)
-        with full_precision(logits):
-            return self._reduced(self.per_sample(_widened(logits).flatten(), labels))
-
     def per_sample(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return terms whose mean is the loss."""
         positive = labels > 0
         signs = torch.where(positive, 1.0, -1.0).to(logits)
-        return self._mixed(self._hinge(signs * logits), _kantorovich_rubinstein(logits, positive))
+        return self._mixed(self._hinge(signs * logits), _kantorovich_rubinstein(logits, positive)).mean(1)
 
 
 def _kantorovich_rubinstein(values: Tensor, positive: Tensor) -> Tensor:
@@ -393,17 +457,32 @@ class _HeadLoss(Loss):
         """Return the loss of each sample, from the Lipschitz constants of ``z_y - z_j``."""
 
 
+def _base(base: Loss | str | None) -> Loss:
+    """The loss that another one is made of.
+
+    Raises:
+        ValueError: if it is none of all logits, or has a Lipschitz constant of its own.
+    """
+    if isinstance(base, str):
+        base = make_loss(base)
+    if base is not None and (not isinstance(base, Loss) or isinstance(base, _Binary | _HeadLoss)):
+        raise ValueError(f"base={base!r} must be a loss of all logits, without a Lipschitz constant of its own")
+    return OffsetCrossEntropy(margin=0.0, temperature=1.0) if base is None else base
+
+
 class EMMALoss(_HeadLoss):
     """Efficient margin maximisation: cross-entropy against the worst change of every class (Hu et al., 2023).
 
     ``CE(z + (ε_j L_yj)_j, y)`` where ``L_yj`` is the Lipschitz constant of ``z_y - z_j``: ``√2 L``, or ``L |w_y -
     w_j|`` with a head. Classes that a change of size ``ε`` cannot reach are attacked by all of it, the others by as
-    much as brings them level: ``ε_j = ε · clip((z_y - z_j) / (ε L_yj), floor, 1)``, without gradient.
+    much as brings them level: ``ε_j = ε · clip((z_y - z_j) / (ε L_yj), floor, 1)``, without gradient. With ``base`` it
+    is another loss of the moved logits, such as ``LogitAnnealing``, as the authors of that do.
 
     Args:
         radius: ``ε``; the authors raise it while they train.
         lipschitz: ``L``.
         floor: smallest part of ``ε`` that is used, for classes that win already.
+        base: a loss, or the name of one; cross-entropy unless given.
         reduction: over the batch.
 
     >>> loss = ts.losses.EMMALoss(radius=0.5)
@@ -411,19 +490,88 @@ class EMMALoss(_HeadLoss):
     """
 
     def __init__(
-        self, radius: float = 36 / 255, lipschitz: float = 1.0, floor: float = 0.01, *, reduction: str = "mean"
+        self,
+        radius: float = 36 / 255,
+        lipschitz: float = 1.0,
+        floor: float = 0.01,
+        base: Loss | str | None = None,
+        *,
+        reduction: str = "mean",
     ) -> None:
         super().__init__(lipschitz, reduction=reduction)
         _check_number("radius", radius)
         _check_number("floor", floor, most=1.0)
-        self.radius, self.floor = radius, floor
+        self.radius, self.floor, self.base = radius, floor, _base(base)
 
     def per_pair(self, logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
         """Return the loss of each sample."""
         reach = self.radius * constants
         margins = (_true(logits, labels) - logits).detach()
         share = (margins / torch.where(reach > 0, reach, 1.0).detach()).clamp(self.floor, 1.0)
-        return F.cross_entropy(logits + share * reach, labels, reduction="none")
+        return self.base.per_sample(logits + share * reach, labels)
+
+
+class TradesLoss(_HeadLoss):
+    """``CE(z, y) + λ KL(p ‖ p')``: cross-entropy, and how much the worst change takes from the answer.
+
+    ``p`` is the softmax of the logits, with a further class of probability 0; in ``p'`` that class has the logit
+    ``max_j (z_j + ε L_aj)`` over ``j ≠ a``, where ``a`` is the answer: what another class can reach (the loss of TRADES
+    with the class of robust networks of Leino et al., 2021). The second term is ``log(1 + exp(z' - log Σ_j exp z_j))``.
+
+    Args:
+        radius: ``ε``.
+        weight: ``λ``.
+        lipschitz: ``L``.
+        reduction: over the batch.
+    """
+
+    def __init__(
+        self, radius: float = 36 / 255, weight: float = 1.0, lipschitz: float = 1.0, *, reduction: str = "mean"
+    ) -> None:
+        super().__init__(lipschitz, reduction=reduction)
+        _check_number("radius", radius)
+        _check_number("weight", weight)
+        self.radius, self.weight = radius, weight
+
+    def per_sample(self, logits: Tensor, labels: Tensor, head: Tensor | None = None) -> Tensor:
+        """Return the loss of each sample."""
+        answers = logits.detach().argmax(1)
+        reached = logits + self.radius * self.lipschitz * _pair_constants(answers, logits, head)
+        other = reached.masked_fill(_is_true(logits, answers), -math.inf).amax(1)
+        return F.cross_entropy(logits, labels, reduction="none") + self.weight * F.softplus(other - logits.logsumexp(1))
+
+    def per_pair(self, logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
+        """Not used: the constants are those of the answer and not of the label."""
+        raise NotImplementedError
+
+
+class CosineVRALoss(_HeadLoss):
+    """``(1 - γ) (1 - cos(z, e_y)) + γ Σ_j softmax(h)_j h_j`` with ``h_j = max(0, ε - (z_y - z_j) / L_yj)``, ``j ≠ y``.
+
+    The cosine loss, and by how much each class misses a certificate of radius ``ε``.
+
+    Args:
+        gamma: ``γ``, from 0 (accuracy only) to 1.
+        radius: ``ε``.
+        lipschitz: ``L``.
+        reduction: over the batch.
+    """
+
+    def __init__(
+        self, gamma: float = 0.1, radius: float = 36 / 255, lipschitz: float = 1.0, *, reduction: str = "mean"
+    ) -> None:
+        super().__init__(lipschitz, reduction=reduction)
+        _check_number("gamma", gamma, most=1.0)
+        _check_number("radius", radius)
+        self.gamma, self.radius, self.cosine = gamma, radius, CosineLoss()
+
+    def per_pair(self, logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
+        """Return the loss of each sample."""
+        others, usable = ~_is_true(logits, labels), constants > 0
+        radii = (_true(logits, labels) - logits) / torch.where(usable, constants, 1.0)
+        missed = F.relu(self.radius - radii) * (others & usable)
+        weights = missed.masked_fill(~others, -math.inf).softmax(1)
+        return (1 - self.gamma) * self.cosine.per_sample(logits, labels) + self.gamma * (weights * missed).sum(1)
 
 
 class LogitAnnealing(Loss):
@@ -476,12 +624,7 @@ class CertificateRegularizer(_HeadLoss):
     ) -> None:
         super().__init__(lipschitz, reduction=reduction)
         _check_number("gamma", gamma)
-        if isinstance(base, str):
-            base = make_loss(base)
-        if base is not None and (not isinstance(base, Loss) or isinstance(base, BinaryHKR | _HeadLoss)):
-            raise ValueError(f"base={base!r} must be a loss of all logits, without a Lipschitz constant of its own")
-        self.gamma = gamma
-        self.base = OffsetCrossEntropy(margin=0.0, temperature=1.0) if base is None else base
+        self.gamma, self.base = gamma, _base(base)
 
     def per_pair(self, logits: Tensor, labels: Tensor, constants: Tensor) -> Tensor:
         """Return the loss of each sample."""
@@ -493,12 +636,16 @@ class CertificateRegularizer(_HeadLoss):
 
 LOSSES: dict[str, type[Loss]] = {
     "offset-cross-entropy": OffsetCrossEntropy,
+    "categorical-hinge": CategoricalHinge,
     "cosine": CosineLoss,
+    "cosine-vra": CosineVRALoss,
+    "binary-cross-entropy": BinaryCrossEntropy,
     "hkr-binary": BinaryHKR,
     "hkr": MulticlassHKR,
     "hkr-soft": SoftHKR,
     "hkr-logsumexp": LogSumExpHKR,
     "emma": EMMALoss,
+    "trades": TradesLoss,
     "logit-annealing": LogitAnnealing,
     "certificate-regularizer": CertificateRegularizer,
 }
@@ -517,3 +664,49 @@ def make_loss(name: str, **params: Any) -> Loss:
     for param in params:
         require_known(param, inspect.signature(loss).parameters, f"parameter of loss {name}")
     return loss(**params)
+
+
+def check_last_layer(model: nn.Module, loss: Loss) -> None:
+    """Warn if the last layer of a classifier is not what the numbers of a loss are about.
+
+    Margins, and radii without a ``head``, take the logits together for ``L``-Lipschitz: two of them then differ by at
+    most ``√2 L`` for each unit of the input. Behind 1-Lipschitz features that holds for ``OrthoLinear``, and not for
+    rows ``w`` of other layers that are further apart. The last layer is the linear one that was registered last.
+
+    Args:
+        model: a classifier.
+        loss: one of ``LOSSES``.
+
+    Raises:
+        TypeError: if they are something else.
+        ValueError: if there is no linear layer.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True, action="always") as found:
+    ...     ts.losses.check_last_layer(nn.Sequential(UnitNormLinear(8, 4)), ts.losses.OffsetCrossEntropy(margin=1.0))
+    >>> "certifies a radius of" in str(found[0].message)
+    True
+    """
+    if not isinstance(model, nn.Module) or not isinstance(loss, Loss):
+        raise TypeError(f"a model and a loss of LOSSES are checked, not {type(model).__name__}, {type(loss).__name__}")
+    heads = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if not heads:
+        raise ValueError(f"{type(model).__name__} has no linear layer")
+    if isinstance(loss, CosineLoss):  # whatever the scale of the logits
+        return
+    rows, constant = heads[-1].weight.detach().double(), loss.lipschitz if isinstance(loss, _HeadLoss) else 1.0
+    if isinstance(loss, _Binary):  # each logit is a question of its own, and has the margin on both sides
+        largest, allowed, sides, what = float(rows.norm(dim=1).max()), constant, 2, "a row of norm"
+    else:
+        largest, allowed, sides, what = float(torch.cdist(rows, rows).max()), _SQRT2 * constant, 1, "rows at a distance"
+    if largest <= allowed * (1 + _ROUNDED):
+        return
+    advice = "use OrthoLinear as the last layer"
+    numbers = [getattr(loss, name) for name in ("margin", "min_margin", "offset") if hasattr(loss, name)]
+    if isinstance(loss, _HeadLoss):
+        advice += ", or give its weight to the loss: loss(logits, labels, head=layer.weight)"
+    elif numbers:
+        radius = numbers[0] / sides / largest
+        advice += f", or know that a margin of {numbers[0]:.4g} certifies a radius of {radius:.3g}"
+    found = f"{heads[-1]._get_name()} has {what} {largest:.4g}, not at most {allowed:.4g}"
+    warnings.warn(f"{type(loss).__name__} is for 1-Lipschitz logits, and {found}: {advice}", stacklevel=2)

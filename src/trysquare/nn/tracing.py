@@ -170,7 +170,9 @@ def trace(model: nn.Module, inputs: Sequence[Tensor], keep: tuple[type[nn.Module
         ValueError: if it cannot be traced, naming the line.
     """
     try:
-        return _Tracer(model, inputs, keep).trace(model)
+        traced, plain = _Tracer(model, inputs, keep).trace(model), fx.Graph()
+        plain.output(plain.graph_copy(traced, {}))  # a graph names the class of its tracer, which a pickle would want
+        return plain
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         lines = [line for frame, _ in traceback.walk_tb(error.__traceback__) if (line := _line_of(frame))]
         at = f" ({lines[-1]})" if lines else ""

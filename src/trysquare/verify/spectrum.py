@@ -100,6 +100,19 @@ def _refuse_endless(operator: LinearOperator, layer: nn.Module, copies: int) -> 
         )
 
 
+def stable_rank(layer: nn.Module, input_shape: Sequence[int]) -> float:
+    """Return the sum of the squares of a layer's singular values, over the square of the largest.
+
+    How many directions the layer passes on with full strength: of an orthogonal layer the smaller of its numbers of
+    inputs and outputs. Arguments and errors are those of ``singular_values``.
+
+    >>> round(ts.stable_rank(OrthoLinear(8, 3), (8,)), 4)
+    3.0
+    """
+    values = singular_values(layer, input_shape)
+    return float((values / values[0]).square().sum()) if values[0] > 0 else 0.0
+
+
 def spectrum_flops(operator: LinearOperator) -> float:
     """Return about how many real operations the singular values of one copy take, up to a factor."""
     if operator.circular:

@@ -6,6 +6,7 @@ from torch import nn
 
 import trysquare as ts
 from trysquare.lab.training.step import OPTIMIZERS, Gradients, learning_rate
+from trysquare.nn import building
 from trysquare.nn.parametrizations.base import Parametrization
 
 
@@ -27,8 +28,9 @@ def gradients_of(model, loss, images, labels, **options):
 def builds(monkeypatch):
     """How often weights were built."""
     seen = []
-    built = Parametrization.built
+    built, together = Parametrization.built, building._built_together
     monkeypatch.setattr(Parametrization, "built", lambda self, free: seen.append(self) or built(self, free))
+    monkeypatch.setattr(building, "_built_together", lambda alike, frees: seen.extend(alike) or together(alike, frees))
     return seen
 
 

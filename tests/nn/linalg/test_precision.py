@@ -326,3 +326,67 @@ def test_compiled_graphs_compute_in_float64_instead():
     # The product with the input is the user's own, and its gradient.
     assert products.count(torch.float32) <= 2
     assert products.count(torch.float64) >= 5
+
+
+FUNCTIONS = {
+    **dict.fromkeys(ts.linalg.ORTHOGONALIZERS, ((4, 6),)),
+    "orthonormal_rows": ((4, 6),),
+    "unit_rows": ((4, 6),),
+    "contract_rows": ((4, 6), (4,)),
+    "sandwich_pair": ((4, 6), (4, 5), (4, 1)),
+    "compose": ((6, 5, 3, 3), (5, 4, 3, 3)),
+    "adjoint": ((4, 6, 3),),
+    "norm_bound": ((4, 6, 3),),
+    "recondition": ((4, 6), (4, 6)),
+    "grow": ((1, 4, 4), (2, 1, 2, 4)),
+    "orthogonalizer": ((4, 6),),  # by `apply` of what it finds
+}
+
+
+def called(name, inputs):
+    if name == "grow":
+        return ts.linalg.grow(inputs[0], ts.linalg.orthonormal_rows(inputs[1]), (0, 1))
+    function = ts.linalg.orthogonalizer("cayley").apply if name == "orthogonalizer" else getattr(ts.linalg, name)
+    return function(*inputs)
+
+
+@pytest.mark.parametrize("now", [*LATER, "after forward: autocast", "after forward: switches"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_public_functions_and_their_derivatives_have_full_precision(name, now):
+    inputs = [torch.rand(shape).add(0.1).requires_grad_() for shape in FUNCTIONS[name]]
+    exact = [value.detach().double().requires_grad_() for value in inputs]
+
+    def derivatives(values, before=nullcontext, later=nullcontext):
+        found = []
+        with before():
+            result = called(name, values)
+        with later():
+            loss = sum(part.pow(3).sum() for part in (result if isinstance(result, tuple) else (result,)))
+            for _ in range(2):
+                found += torch.autograd.grad(loss, values, create_graph=True, materialize_grads=True)
+                loss = sum(each.pow(2).sum() for each in found)
+        return [each.detach() for each in ([result, *found] if isinstance(result, torch.Tensor) else found)]
+
+    switch = LATER[now.removeprefix("after forward: ")]
+    with Looking() as looking:
+        found = derivatives(inputs, *((nullcontext, switch) if now.startswith("after") else (switch, switch)))
+    assert looking.wrong == []
+    for one, two in zip(found, derivatives(exact), strict=True):
+        assert torch.allclose(one.double(), two, rtol=0, atol=1e-3 * float(two.abs().max()) + 1e-5)
+
+
+def test_every_public_function_of_tensors_has_a_case():
+    functions = {name for name in ts.linalg.__all__ if callable(getattr(ts.linalg, name))}
+    assert functions - FUNCTIONS.keys() == {"identity"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_every_layer_is_bounded_under_autocast(name, dtype):
+    make, shape = CASES[name]
+    layer = make().eval()
+    plain = ts.lipschitz_bound(layer, shape)
+    before = state()
+    with torch.autocast("cpu", dtype):
+        assert ts.lipschitz_bound(layer, shape) == pytest.approx(plain, rel=8 * torch.finfo(dtype).eps)
+    assert state() == before

@@ -28,6 +28,12 @@ def doubled(channels=4):
     return layer
 
 
+def counted(layer):
+    """A normalisation that divides by 0.4."""
+    layer.running_square.copy_(torch.tensor([0.04, 0.16, 0.1, 0.0]))
+    return layer
+
+
 # name: (layer, shape, whether the bound is larger in bfloat16)
 MAP, SMALL, LINE, CUBE = (4, 6, 6), (4, 4, 4), (4, 6), (2, 4, 4, 4)
 CASES = {
@@ -40,6 +46,7 @@ CASES = {
     "Abs, half": (lambda: ts.Abs(0.5), LINE, False),
     "ChannelShift": (lambda: ts.ChannelShift(0.25), SMALL, False),
     "Positions": (lambda: ts.Positions(SMALL), SMALL, False),
+    "SoftHuber": (lambda: ts.SoftHuber(0.3), LINE, False),
     "Householder": (lambda: randomise(ts.Householder(4, order=2)), LINE, True),
     "NActivation": (lambda: randomise(ts.NActivation(4)), LINE, False),
     "ChannelShuffle": (lambda: ts.ChannelShuffle(2), SMALL, False),
@@ -68,6 +75,7 @@ CASES = {
     "GlobalL2NormPool": (ts.GlobalL2NormPool, SMALL, False),
     "GlobalMaxPool": (ts.GlobalMaxPool, SMALL, False),
     "BatchCentering": (lambda: ts.BatchCentering(4), SMALL, False),
+    "BatchLipNorm": (lambda: counted(ts.BatchLipNorm(4)), SMALL, None),
     "LayerCentering": (lambda: ts.LayerCentering(4), SMALL, False),
     "LearnableResidual": (lambda: ts.LearnableResidual(square(), scale=0.3, learnable_skip=True), SMALL, True),
     "LearnableResidual with shortcut": (
@@ -78,6 +86,14 @@ CASES = {
     "ConvexResidual": (lambda: ts.ConvexResidual(square(), weight=0.3), SMALL, True),
     "ConcatResidual": (lambda: ts.ConcatResidual(square(2)), SMALL, True),
     "L2Residual": (lambda: ts.L2Residual(square(), angle=0.7), SMALL, True),
+    "AdjointResidual": (lambda: ts.AdjointResidual(ts.OrthoConv2d(4, 6, 3, stride=2)), SMALL, True),
+    "AdjointResidual, zeros": (
+        lambda: ts.AdjointResidual(ts.OrthoConv1d(4, 6, 3, padding_mode="zeros"), nn.Tanh()),
+        LINE,
+        True,
+    ),
+    "AdjointResidual, linear": (lambda: ts.AdjointResidual(ts.OrthoLinear(6, 4)), (3, 6), True),
+    "AdjointResidual, Fourier": (lambda: ts.AdjointResidual(ts.FourierOrthoConv1d(4, 4, 3)), LINE, False),
     "DepthwiseResidualBlock1d": (lambda: ts.DepthwiseResidualBlock1d(4, scale=-2.3), LINE, True),
     "DepthwiseResidualBlock2d": (lambda: ts.DepthwiseResidualBlock2d(4, padding_mode="zeros"), SMALL, True),
     "DepthwiseResidualBlock3d": (lambda: ts.DepthwiseResidualBlock3d(2), (2, 3, 3, 3), True),
@@ -145,6 +161,7 @@ CASES = {
         None,
     ),
     "InputScaling": (lambda: ts.InputScaling((0.5, 0.4, 0.3, 0.2), (0.7, 0.3, 0.9, 0.6)), SMALL, None),
+    "SpectralLinear": (lambda: randomise(ts.SpectralLinear(6, 5)), (3, 6), True),
     "UnitNormLinear": (lambda: ts.UnitNormLinear(6, 5), (6,), None),
     "amplifying branch": (lambda: ts.LearnableResidual(doubled(), scale=0.5), SMALL, None),
     "amplifying shortcut": (lambda: ts.ConvexResidual(square(), doubled()), SMALL, None),

@@ -11,15 +11,17 @@ import math
 import torch
 from torch import Tensor, nn
 
+from trysquare import torch_internals
 from trysquare.naming import shown
 from trysquare.nn.geometry import Sizes, flag, number, positive
+from trysquare.nn.layers.traceable import Traceable, is_symbol
 from trysquare.nn.linalg.lattice import ROUND_UP
 from trysquare.nn.linalg.operator import checked_weight
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.linalg.sorting import max_min
 from trysquare.nn.parametrizations.base import Device
 
-__all__ = ["Abs", "FullSort", "GroupSort", "Householder", "MaxMin", "NActivation"]
+__all__ = ["Abs", "FullSort", "GroupSort", "Householder", "MaxMin", "NActivation", "SoftHuber"]
 
 
 def _grouped(x: Tensor, group_size: int, dim: int) -> Tensor:
@@ -38,7 +40,7 @@ def _after(dim: int) -> int:
     return dim + 1 if dim >= 0 else dim
 
 
-class MaxMin(nn.Module):
+class MaxMin(Traceable, nn.Module):
     """Sort neighbouring channels in pairs, larger first: ``GroupSort(2)``, faster.
 
     Isometric: it permutes. Channels ``2i`` and ``2i + 1`` make a pair, so that the outputs of a
@@ -61,10 +63,20 @@ class MaxMin(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Sort pairs."""
+        if is_symbol(input):
+            return self.plain_forward(input)
         axis = _after(self.dim)
         pairs = _grouped(input, 2, self.dim)
         ordered = max_min(input.unflatten(self.dim, (2, -1)), axis - 1) if self.halves else max_min(pairs, axis)
         return ordered.flatten(*_merged(axis))
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Sort pairs."""
+        axis = _after(self.dim) - self.halves
+        pairs = input.unflatten(self.dim, (2, -1) if self.halves else (-1, 2))
+        first, second = pairs.select(axis, 0), pairs.select(axis, 1)
+        ordered = torch.stack((torch.maximum(first, second), torch.minimum(first, second)), axis)
+        return ordered.flatten(*_merged(_after(self.dim)))
 
     def extra_repr(self) -> str:
         shown = ([] if self.dim == 1 else [f"dim={self.dim}"]) + ["halves=True"] * self.halves
@@ -75,7 +87,7 @@ def _merged(axis: int) -> tuple[int, int]:
     return axis - 1, axis
 
 
-class GroupSort(nn.Module):
+class GroupSort(Traceable, nn.Module):
     """Sort neighbouring channels in groups, largest first. Isometric: it permutes.
 
     Args:
@@ -92,15 +104,23 @@ class GroupSort(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Sort groups."""
+        if is_symbol(input):
+            return self.plain_forward(input)
         axis = _after(self.dim)
         groups = _grouped(input, self.group_size, self.dim)
         return groups.sort(axis, descending=True).values.flatten(*_merged(axis))
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Sort groups."""
+        axis = _after(self.dim)
+        groups = input.unflatten(self.dim, (-1, self.group_size))
+        return torch.sort(groups, dim=axis, descending=True)[0].flatten(*_merged(axis))
 
     def extra_repr(self) -> str:
         return f"group_size={self.group_size}" + ("" if self.dim == 1 else f", dim={self.dim}")
 
 
-class FullSort(nn.Module):
+class FullSort(Traceable, nn.Module):
     """Sort all channels, largest first. Isometric: it permutes.
 
     Args:
@@ -116,13 +136,15 @@ class FullSort(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Sort channels."""
-        return input.sort(self.dim, descending=True).values
+        return torch.sort(input, dim=self.dim, descending=True)[0]
+
+    plain_forward = forward
 
     def extra_repr(self) -> str:
         return "" if self.dim == 1 else f"dim={self.dim}"
 
 
-class Abs(nn.Module):
+class Abs(Traceable, nn.Module):
     """Absolute value, of all numbers or of the first channels. Isometric: it changes signs (the slope at 0 is 1).
 
     Half of the channels is as good as ``MaxMin`` up to an orthogonal change of basis on either side, and cheaper.
@@ -144,26 +166,67 @@ class Abs(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Absolute value."""
+        if is_symbol(input):
+            return self.plain_forward(input)
         if self.share == 1:
             return _absolute(input)
         if input.ndim < 2:
             raise ValueError(f"an input of shape {tuple(input.shape)} must be (batch, channels, ...)")
-        size = int(self.share * input.shape[1])
+        size = math.floor(self.share * input.shape[1])
         first, rest = input.split([size, input.shape[1] - size], dim=1)
         return torch.cat([_absolute(first), rest], dim=1)
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Absolute value."""
+        if self.share == 1:
+            return input.abs()
+        size = math.floor(self.share * input.shape[1])
+        return torch.cat([input[:, :size].abs(), input[:, size:]], dim=1)
 
     def extra_repr(self) -> str:
         return "" if self.share == 1 else f"share={self.share:g}"
 
 
 def _absolute(x: Tensor) -> Tensor:
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and torch_internals.jit_trace() is None:
         return x.abs()
     # A factor and not abs(): its slope at 0 is 0.
     return x * torch.where(x < 0, -1.0, 1.0).to(x.dtype)
 
 
-class Householder(nn.Module):
+class SoftHuber(Traceable, nn.Module):
+    """``δ (sqrt(1 + (x / δ)²) - 1)``: a smooth absolute value, with slopes between -1 and 1. 1-Lipschitz.
+
+    Args:
+        delta: size of ``x`` below which it is nearly ``x² / 2δ``.
+
+    >>> SoftHuber(0.5)(torch.tensor([0.0, -1.2]))
+    tensor([0.0000, 0.8000])
+    """
+
+    def __init__(self, delta: float = 0.05) -> None:
+        super().__init__()
+        self.delta = number("delta", delta)
+        if not 0 < self.delta < math.inf:
+            raise ValueError(f"delta={delta} must be positive and finite")
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Hypotenuse less one side."""
+        return torch.hypot(input, input.new_full((), self.delta)) - self.delta
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Hypotenuse less one side."""
+        return ((input / self.delta).square() + 1).sqrt() * self.delta - self.delta
+
+    def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
+        """Slopes are below 1."""
+        return 1.0
+
+    def extra_repr(self) -> str:
+        return f"delta={self.delta:g}"
+
+
+class Householder(Traceable, nn.Module):
     """Fold the plane of each pair of channels along learnable lines (Singla, Singla and Feizi, 2022).
 
     Order 1 keeps the half plane on the left of the line through 0 at angle ``theta / 2`` and reflects
@@ -221,14 +284,29 @@ class Householder(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Fold each pair of channels."""
+        if is_symbol(input):
+            return self.plain_forward(input)
         if input.shape[self.dim] != self.channels:
             raise ValueError(f"input has {input.shape[self.dim]} channels on axis {self.dim}, not {self.channels}")
         axis = _after(self.dim)
         first, second = _grouped(input, 2, self.dim).unbind(axis)
         trailing = first.ndim - 1 - self.dim if self.dim >= 0 else -1 - self.dim
         theta = self.theta.to(at_least_float32(self.theta.dtype)).view(len(self.theta), -1, *(1,) * trailing)
-        folded = _fold_in_half(first, second, theta[0]) if self.order == 1 else _fold_in_four(first, second, theta)
+        if self.order == 1:
+            folded = _fold_in_half(first, second, theta[0])
+        else:
+            folded = _fold_in_four(first, second, theta, torch.promote_types(first.dtype, theta.dtype))
         return torch.stack(folded, axis).flatten(*_merged(axis))
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Fold each pair of channels."""
+        pairs = input.transpose(self.dim, -1).unflatten(-1, (-1, 2))
+        first, second = pairs.select(-1, 0), pairs.select(-1, 1)
+        if self.order == 1:
+            folded = _fold_in_half(first, second, self.theta[0])
+        else:
+            folded = _fold_in_four(first, second, self.theta, first.dtype)
+        return torch.stack(folded, -1).flatten(-2, -1).transpose(self.dim, -1)
 
     def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
         """Return the norm of the largest piece as it was rounded; see ``linalg.operator.LipschitzLayer``.
@@ -255,10 +333,9 @@ def _fold_in_half(first: Tensor, second: Tensor, theta: Tensor) -> tuple[Tensor,
     return first - outside * x, second - outside * y
 
 
-def _fold_in_four(first: Tensor, second: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
-    """Order 2 of ``Householder`` for angles ``(3, pairs, ...)``."""
-    exact = torch.promote_types(first.dtype, theta.dtype)
-    kept, turned = (_within_half_turn(half) for half in theta[1:].to(exact) / 2)
+def _fold_in_four(first: Tensor, second: Tensor, theta: Tensor, exact: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Order 2 of ``Householder`` for angles ``(3, pairs, ...)``, which are computed with in the dtype ``exact``."""
+    kept, turned = (_within_half_turn(theta[k].to(exact) / 2) for k in (1, 2))
     start = theta[0].to(exact)
     with torch.no_grad():  # which sector, not where in it
         direction = torch.remainder(torch.atan2(second.to(exact), first.to(exact)) - start / 2, 2 * math.pi)
@@ -285,7 +362,7 @@ def _within_half_turn(angle: Tensor) -> Tensor:
     return turned * torch.where(turned < 0, -1.0, 1.0).to(turned.dtype)
 
 
-class NActivation(nn.Module):
+class NActivation(Traceable, nn.Module):
     """``x - 2 clamp(x, low, high)``: slopes 1, -1, 1 with learnable kinks in each channel (Prach and Lampert, 2024).
 
     Isometric: the slope is 1 or -1 everywhere.
@@ -328,12 +405,20 @@ class NActivation(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Reflect the values between the kinks."""
+        if is_symbol(input):
+            return self.plain_forward(input)
         if input.shape[self.dim] != self.channels:
             raise ValueError(f"input has {input.shape[self.dim]} channels on axis {self.dim}, not {self.channels}")
         trailing = input.ndim - 1 - self.dim if self.dim >= 0 else -1 - self.dim
         first, second = self.kinks.to(input.dtype).view(2, -1, *(1,) * trailing).unbind()
         # Training may carry the kinks past each other.
         return input - 2 * torch.clamp(input, torch.minimum(first, second), torch.maximum(first, second))
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Reflect the values between the kinks."""
+        x, first, second = input.transpose(self.dim, -1), self.kinks[0], self.kinks[1]
+        reflected = x - 2 * torch.clamp(x, torch.minimum(first, second), torch.maximum(first, second))
+        return reflected.transpose(self.dim, -1)
 
     def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
         """Slopes are 1 and -1, whatever the kinks."""

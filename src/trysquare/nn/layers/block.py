@@ -15,6 +15,7 @@ from trysquare.nn.geometry import ConvGeometry, Pads, Size, Sizes, check_groups,
 from trysquare.nn.layers.activations import with_slopes_in_unit_interval
 from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.layers.packing import PackedKernels, Shapes, unpack
+from trysquare.nn.layers.traceable import Traceable
 from trysquare.nn.linalg.lattice import LatticeMap, circle_around
 from trysquare.nn.linalg.operator import checked_weight
 from trysquare.nn.linalg.precision import full_precision
@@ -187,7 +188,7 @@ class ResamplingBlock(PackedBlock):
         return Convolution(kernel_size, stride, self.dilation, self.groups, pads, self.padding_mode)
 
 
-class Sum(nn.Module):
+class Sum(Traceable, nn.Module):
     """``first(x) + second(x)``, which exported residual blocks need in addition to layers of torch."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
@@ -199,3 +200,5 @@ class Sum(nn.Module):
         """Add the two."""
         total: Tensor = self.first(input) + self.second(input)
         return total
+
+    plain_forward = forward

@@ -12,11 +12,12 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from trysquare.nn.layers.traceable import Traceable, shifted
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.parametrizations.base import Device
 
 
-class ConvexSum(nn.Module):
+class ConvexSum(Traceable, nn.Module):
     """``(1 - t) x + t y`` with a learnable ``t`` between 0 and 1, at the start 1/2.
 
     >>> from trysquare.nn.layers.calls import ConvexSum
@@ -33,8 +34,13 @@ class ConvexSum(nn.Module):
         share = self.logit.to(at_least_float32(self.logit.dtype)).sigmoid()
         return x * (1 - share).to(x.dtype) + y * share.to(y.dtype)
 
+    def plain_forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Convex combination of two values of one shape."""
+        share = self.logit.sigmoid()
+        return x * (1 - share) + y * share
 
-class LearnableSum(nn.Module):
+
+class LearnableSum(Traceable, nn.Module):
     """``(a x + b y) / (|a| + |b|)`` with learnable ``a`` and ``b``, at the start 1: signs can change.
 
     >>> from trysquare.nn.layers.calls import LearnableSum
@@ -53,8 +59,13 @@ class LearnableSum(nn.Module):
         first, second = factors / factors.abs().sum().clamp_min(torch.finfo(factors.dtype).tiny)
         return x * first.to(x.dtype) + y * second.to(y.dtype)
 
+    def plain_forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Weighted sum of two values of one shape."""
+        total = self.factors.abs().sum()
+        return (x * self.factors[0] + y * self.factors[1]) / torch.where(total > 0, total, 1.0)
 
-class ScaledConcat(nn.Module):
+
+class ScaledConcat(Traceable, nn.Module):
     """``torch.cat`` or ``torch.stack``, divided by the root of the number of values that depend on the input.
 
     Args:
@@ -72,11 +83,16 @@ class ScaledConcat(nn.Module):
         joined = torch.stack(list(values), self.dim) if self.stack else torch.cat(list(values), self.dim)
         return joined * self.number**-0.5
 
+    def plain_forward(self, input: list[Tensor]) -> Tensor:  # noqa: A002
+        """Put the values side by side."""
+        joined = torch.stack(input, self.dim) if self.stack else torch.cat(input, self.dim)
+        return joined * self.number**-0.5
+
     def extra_repr(self) -> str:
         return f"dim={self.dim}, number={self.number}, stack={self.stack}"
 
 
-class ScaledMean(nn.Module):
+class ScaledMean(Traceable, nn.Module):
     """Mean over some axes, times the root of how many numbers each is of: orthonormal rows.
 
     >>> from trysquare.nn.layers.calls import ScaledMean
@@ -92,11 +108,13 @@ class ScaledMean(nn.Module):
         """Take the scaled mean."""
         return x.mean(self.dims, self.keepdim) * prod(x.shape[dim] for dim in self.dims) ** 0.5
 
+    plain_forward = forward
+
     def extra_repr(self) -> str:
         return f"dims={self.dims}, keepdim={self.keepdim}"
 
 
-class LastAxesCentering(nn.Module):
+class LastAxesCentering(Traceable, nn.Module):
     """``nn.LayerNorm`` without the division: subtract the mean over the last axes, add a learnable bias.
 
     >>> from trysquare.nn.layers.calls import LastAxesCentering
@@ -117,11 +135,16 @@ class LastAxesCentering(nn.Module):
         centred = x - x.to(at_least_float32(x.dtype)).mean(axes, keepdim=True).to(x.dtype)
         return centred if self.bias is None else centred + self.bias.to(x.dtype)
 
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Take off the mean, add the bias."""
+        centred = input - input.mean(tuple(range(-len(self.shape), 0)), keepdim=True)
+        return centred if self.bias is None else centred + self.bias
+
     def extra_repr(self) -> str:
         return f"{self.shape}, bias={self.bias is not None}"
 
 
-class GroupCentering(nn.Module):
+class GroupCentering(Traceable, nn.Module):
     """``nn.GroupNorm`` without the division: subtract the mean of each group of channels, add a learnable bias.
 
     With as many groups as channels this is ``nn.InstanceNorm`` without the division.
@@ -147,11 +170,16 @@ class GroupCentering(nn.Module):
         centred = (grouped - mean).flatten(1, 2)
         return centred if self.bias is None else centred + self.bias.to(x.dtype).view(-1, *(1,) * (x.ndim - 2))
 
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Take off the means, add the bias."""
+        flat = input.unflatten(1, (self.groups, -1)).flatten(2)
+        return shifted((flat - flat.mean(-1, keepdim=True)).view_as(input), self.bias)
+
     def extra_repr(self) -> str:
         return f"{self.groups}, {self.channels}, bias={self.bias is not None}"
 
 
-class BoundedScale(nn.Module):
+class BoundedScale(Traceable, nn.Module):
     """Product with a learnable tensor, divided by its largest entry where that is above 1.
 
     It starts with a largest entry of 1: the tiny factors with which networks start their branches would leave a branch
@@ -176,11 +204,15 @@ class BoundedScale(nn.Module):
         scale = self.scale.to(at_least_float32(self.scale.dtype))
         return x * (scale / scale.abs().max().clamp_min(1.0)).to(x.dtype)
 
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Scale entry by entry."""
+        return input * (self.scale / self.scale.abs().max().clamp_min(1.0))
+
     def extra_repr(self) -> str:
         return f"{tuple(self.scale.shape)}"
 
 
-class Divided(nn.Module):
+class Divided(Traceable, nn.Module):
     """A module, divided by its Lipschitz constant.
 
     Args:
@@ -195,6 +227,8 @@ class Divided(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply and divide."""
         return self.module(x) * (1 / self.constant)
+
+    plain_forward = forward
 
     def extra_repr(self) -> str:
         return f"constant={self.constant:.6g}"

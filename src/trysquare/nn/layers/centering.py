@@ -1,4 +1,7 @@
-"""Centering: batch and layer normalisation without the division, which is what makes those not 1-Lipschitz."""
+"""Centering: batch and layer normalisation without the division, which is what makes those not 1-Lipschitz.
+
+Batch normalisation by one number for all channels divides too, and its constant is a factor of the network's.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import flag, positive
+from trysquare.nn.geometry import flag, number, positive
+from trysquare.nn.layers.traceable import Traceable, shifted
 from trysquare.nn.linalg.precision import Context, at_least_float32
 from trysquare.nn.parametrizations.base import Device
 
-__all__ = ["BatchCentering", "LayerCentering"]
+__all__ = ["BatchCentering", "BatchLipNorm", "LayerCentering"]
 
 
 class _SumContext(Context, Protocol):
@@ -44,7 +48,7 @@ def per_channel(values: Tensor, like: Tensor) -> Tensor:
     return values.to(like.dtype).view(-1, *(1,) * (like.ndim - 2))
 
 
-class BatchCentering(nn.Module):
+class BatchCentering(Traceable, nn.Module):
     """Batch normalisation without division: subtract each channel's mean, add a learnable bias.
 
     In training the mean is that of the batch (over all ranks, if there are several, so that they
@@ -91,8 +95,7 @@ class BatchCentering(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Subtract the mean of each channel, add the bias."""
-        if input.ndim < 2 or input.shape[1] != self.num_features:
-            raise ValueError(f"input of shape {tuple(input.shape)} must be (batch, {self.num_features}, ...)")
+        self._check(input)
         if self.training:
             mean = self._batch_mean(input)
             self._track(mean.detach())
@@ -100,6 +103,14 @@ class BatchCentering(nn.Module):
             mean = self.running_mean
         shift = mean if self.bias is None else mean - self.bias
         return input - per_channel(shift, input)
+
+    def _check(self, x: Tensor) -> None:
+        if x.ndim < 2 or x.shape[1] != self.num_features:
+            raise ValueError(f"input of shape {tuple(x.shape)} must be (batch, {self.num_features}, ...)")
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Take off the running mean of each channel, add the bias."""
+        return shifted(shifted(input, -self.running_mean), self.bias)
 
     def _batch_mean(self, x: Tensor) -> Tensor:
         # Mean over the batch, then the positions: no transposed copy is made.
@@ -113,18 +124,83 @@ class BatchCentering(nn.Module):
         return total[:-1] / total[-1]
 
     @torch.no_grad()
-    def _track(self, mean: Tensor) -> None:
+    def _track(self, *found: Tensor) -> None:
+        """Take means of this batch into the running ones, in the order of these buffers."""
         self.num_batches_tracked.add_(1)
-        if self.momentum is not None:
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
-        else:
-            self.running_mean.add_((mean - self.running_mean).to(self.running_mean.dtype) / self.num_batches_tracked)
+        for running, new in zip((self.running_mean, getattr(self, "running_square", None)), found, strict=False):
+            assert running is not None
+            if self.momentum is not None:
+                running.lerp_(new.to(running.dtype), self.momentum)
+            else:
+                running.add_((new - running).to(running.dtype) / self.num_batches_tracked)
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, momentum={self.momentum}, bias={self.bias is not None}"
 
 
-class LayerCentering(nn.Module):
+class BatchLipNorm(BatchCentering):
+    """Batch normalisation that divides all channels by one number, the largest deviation of a channel.
+
+    ``(x - mean) / σ + bias``: all directions stay in proportion, and the constant is ``1 / σ``, of running means in
+    eval mode. It may be above 1: ``lipschitz_bound`` counts it, and the constant of a network is the product. Margins
+    of losses have to know it (``ts.margin_for_radius(radius, lipschitz=...)``).
+
+    Args:
+        num_features: number of channels.
+        momentum: weight of a new batch in the running means; ``None`` for the mean of all batches.
+        bias: whether to add a learnable bias.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        process_group: ranks that share means; all of them if not given.
+        eps: added to the variance.
+
+    >>> layer, x = BatchLipNorm(2), torch.randn(64, 2) * torch.tensor([4.0, 1.0])
+    >>> layer(x).std(0).detach().round(decimals=1)
+    tensor([1.0000, 0.2000])
+    """
+
+    running_square: Tensor
+
+    def __init__(
+        self,
+        num_features: int,
+        momentum: float | None = 0.1,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        eps: float = 1e-5,
+    ) -> None:
+        super().__init__(num_features, momentum, bias, device, dtype, process_group)
+        self.eps = number("eps", eps)
+        if not 0 < self.eps < float("inf"):
+            raise ValueError(f"eps={eps} must be positive and finite")
+        self.register_buffer("running_square", torch.ones(num_features, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """Forget the running means and the bias."""
+        super().reset_parameters()
+        nn.init.ones_(self.running_square)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Subtract the mean of each channel, divide by the largest deviation, add the bias."""
+        self._check(input)
+        if not self.training:
+            return self.plain_forward(input)
+        mean = self._batch_mean(input)
+        centred = input - per_channel(mean, input)
+        square = self._batch_mean(centred.square())
+        self._track(mean.detach(), square.detach())
+        scaled = centred * (square.max() + self.eps).rsqrt().to(input.dtype)
+        return scaled if self.bias is None else scaled + per_channel(self.bias, input)
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Do so with the running means."""
+        factor = (self.running_square.max() + self.eps).rsqrt()
+        return shifted(shifted(input, -self.running_mean) * factor, self.bias)
+
+
+class LayerCentering(Traceable, nn.Module):
     """Layer normalisation without division: subtract each sample's mean, add a learnable bias. 1-Lipschitz.
 
     The mean is over channels and positions, or over positions alone. It is a projector, the same in
@@ -172,6 +248,11 @@ class LayerCentering(nn.Module):
         mean = input.to(at_least_float32(input.dtype)).mean(axes, keepdim=True).to(input.dtype)
         centred = input - mean
         return centred if self.bias is None else centred + per_channel(self.bias, input)
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Take off the mean of each sample, add the bias."""
+        flat = input.flatten(2 if self.per_channel else 1)
+        return shifted((flat - flat.mean(-1, keepdim=True)).view_as(input), self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, per_channel={self.per_channel}, bias={self.bias is not None}"

@@ -2,54 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Unpack
-
-import torch
-from torch import Tensor
-
-from trysquare.nn.geometry import per_axis
-from trysquare.nn.layers.potential import Contraction, PotentialConv, PotentialLinear
-from trysquare.nn.linalg.norms import norm_bound
-from trysquare.nn.linalg.rescaling import scaled_to_one
-from trysquare.nn.parametrizations.base import Factory
+from trysquare.nn.layers.potential import PotentialConv, PotentialLinear
+from trysquare.nn.parametrizations.spectral import NormContraction
 
 __all__ = ["CPLBlock1d", "CPLBlock2d", "CPLBlock3d", "CPLLinear"]
-
-
-class NormContraction(Contraction):
-    """``K / bound`` for a free kernel ``K`` and an upper bound of its norm, in each group.
-
-    Args:
-        shape: of the kernel.
-        groups: number of groups.
-        steps: of ``trysquare.linalg.norm_bound``.
-        factory: device and dtype.
-    """
-
-    def __init__(self, shape: tuple[int, ...], groups: int = 1, steps: int = 4, **factory: Unpack[Factory]) -> None:
-        super().__init__(shape, groups, **factory)
-        (self.steps,) = per_axis("steps", steps, 1, least=0)
-
-    @property
-    def free_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return (self.shape,)
-
-    def draw(self) -> list[Tensor]:
-        """Return a normal kernel."""
-        return [self._draw_kernel()]
-
-    def build(self, *free: Tensor) -> Tensor:
-        """Divide by the bound."""
-        kernel, _ = scaled_to_one(self._by_group(free[0]), dims=self.dims)
-        bound = norm_bound(kernel, self.steps, dims=self.dims)
-        return (kernel / torch.where(bound > 0, bound, 1.0)[(..., *(None,) * (kernel.ndim - 1))]).flatten(0, 1)
-
-    def solve(self, weight: Tensor) -> list[Tensor]:
-        """Return the weight itself: its bound is 1."""
-        return [weight]
-
-    def extra_repr(self) -> str:
-        return f"{self.shape}, steps={self.steps}"
 
 
 class CPLLinear(PotentialLinear):

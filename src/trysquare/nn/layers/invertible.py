@@ -145,6 +145,10 @@ class InvertibleSequential(nn.Sequential):
         super().__init__(*layers)
         self.recompute = flag("recompute", recompute)
 
+    def as_torch(self) -> nn.Module:
+        """Return the layers in an ``nn.Sequential``."""
+        return nn.Sequential(OrderedDict(self._modules)).train(self.training)  # named_children leaves repetitions out
+
     def __getitem__(self, idx: Any) -> Any:
         """Return a layer, or a part of the chain."""
         found = super().__getitem__(idx)
@@ -183,6 +187,7 @@ class InvertibleSequential(nn.Sequential):
             or not torch.is_grad_enabled()
             or not (trained or x.requires_grad)
             or torch.compiler.is_compiling()
+            or torch_internals.jit_trace() is not None
             or torch_internals.transforms_are_active()
             or type(x) not in (Tensor, nn.Parameter)
             or any(type(tensor) is not nn.Parameter for tensor in parameters)

@@ -15,8 +15,9 @@ from trysquare.nn.layers.invertible import AffineInverse, Isometry
 from trysquare.nn.linalg.operator import LinearOperator
 from trysquare.nn.parametrizations import OrthonormalMatrix
 from trysquare.nn.parametrizations.base import Device, ParametrizedWeight, check_dtype, factory_of
+from trysquare.nn.parametrizations.spectral import SpectralMatrix
 
-__all__ = ["OrthoLinear", "OrthoLinearTranspose"]
+__all__ = ["OrthoLinear", "OrthoLinearTranspose", "SpectralLinear"]
 
 L = TypeVar("L", "OrthoLinear", "OrthoLinearTranspose")
 
@@ -118,6 +119,45 @@ class OrthoLinear(_Orthonormal, ParametrizedLinear):
 
     def adjoint(self) -> OrthoLinearTranspose:
         return self._adjoint_as(OrthoLinearTranspose)
+
+
+class SpectralLinear(ParametrizedLinear):
+    """An ``nn.Linear`` whose weight is divided by an upper bound of its norm: 1-Lipschitz, and nothing else.
+
+    ``nn.utils.parametrizations.spectral_norm`` divides by an estimate from below, which certifies nothing.
+    ``OrthoConv2d(..., method="spectral")`` is the same for convolutions.
+
+    Args:
+        in_features: size of each input sample.
+        out_features: size of each output sample.
+        bias: whether to add a learnable bias.
+        device: device of the parameters.
+        dtype: dtype of the weight; free tensors are kept in float32 or float64.
+        steps: squarings in ``trysquare.linalg.norm_bound``: more are tighter and cost more.
+
+    >>> layer = SpectralLinear(16, 8)
+    >>> 0.9 < float(torch.linalg.matrix_norm(layer.weight.detach(), 2)) < 1.0001
+    True
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        steps: int = 4,
+    ) -> None:
+        in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
+        check_dtype(dtype)
+        super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
+        self.steps = steps
+        self._parametrize_weight(SpectralMatrix((out_features, in_features), steps=steps, **factory_of(self.weight)))
+
+    def extra_repr(self) -> str:
+        return f"{nn.Linear.extra_repr(self)}, steps={self.steps}"
 
 
 class OrthoLinearTranspose(_Orthonormal, nn.Module):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trysquare.nn.geometry import Size, Sizes, flag, per_axis, window_overlap
 from trysquare.nn.layers.invertible import Isometry
+from trysquare.nn.layers.traceable import Traceable
 from trysquare.nn.linalg.norms import euclidean
 from trysquare.nn.linalg.precision import at_least_float32
 
@@ -45,7 +46,7 @@ _AVERAGE: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 _MAX: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 
-class EuclideanNorm(nn.Module):
+class EuclideanNorm(Traceable, nn.Module):
     """Norms along an axis other than the first, exact at every scale, with gradient 0 at 0. 1-Lipschitz.
 
     Args:
@@ -60,12 +61,16 @@ class EuclideanNorm(nn.Module):
         """Return the norm of each vector, computed in float32 or better."""
         return euclidean(vectors.to(at_least_float32(vectors.dtype)), self.dim)
 
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Norm of each vector."""
+        return torch.linalg.vector_norm(input, dim=self.dim)
+
     def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
         """A norm is 1-Lipschitz."""
         return 1.0
 
 
-class _Pool(nn.Module):
+class _Pool(Traceable, nn.Module):
     """Windows of a pooling layer; the arguments are torch's."""
 
     dims: ClassVar[int]
@@ -98,6 +103,8 @@ class _ScaledAvgPool(_SumPool):
         mean: Tensor = _AVERAGE[self.dims](input, self.kernel_size, self.stride, self.padding)
         return mean * (prod(self.kernel_size) / self.overlap) ** 0.5
 
+    plain_forward = forward
+
 
 class _L2NormPool(_SumPool):
     def __init__(self, kernel_size: Size, stride: Size | None = None, padding: Size = 0) -> None:
@@ -113,12 +120,21 @@ class _L2NormPool(_SumPool):
         norms = self.norm(windows.flatten(input.ndim)) * self.overlap**-0.5
         return norms.to(input.dtype)
 
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Norm of each window, scaled where windows overlap."""
+        windows = F.pad(input, [pad for amount in reversed(self.padding) for pad in (amount, amount)])
+        for size, stride in zip(self.kernel_size, self.stride, strict=True):
+            windows = windows.unfold(-self.dims, size, stride)  # the axis of the positions inside goes to the end
+        return torch.linalg.vector_norm(windows.flatten(-self.dims), dim=-1) * self.overlap**-0.5
+
 
 class _LipschitzMaxPool(_Pool):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Maximum of each window, scaled where windows overlap."""
         pooled: Tensor = _MAX[self.dims](input, self.kernel_size, self.stride, self.padding, self.dilation)
         return pooled if self.overlap == 1 else pooled * self.overlap**-0.5
+
+    plain_forward = forward
 
 
 class ScaledAvgPool1d(_ScaledAvgPool):
@@ -209,7 +225,7 @@ class LipschitzMaxPool3d(_LipschitzMaxPool):
     dims = 3
 
 
-class _GlobalPool(nn.Module):
+class _GlobalPool(Traceable, nn.Module):
     """Pooling over every position of ``(batch, channels, *sizes)``, any number of axes."""
 
     def __init__(self, keepdim: bool = True) -> None:
@@ -222,6 +238,11 @@ class _GlobalPool(nn.Module):
             raise ValueError(f"input of shape {tuple(input.shape)} has no positions; it must be (batch, channels, ...)")
         pooled = self._pool(input.flatten(2))
         return pooled[(..., *(None,) * (input.ndim - 2))] if self.keepdim else pooled
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Pool ``(batch, channels, *sizes)`` to ``(batch, channels, 1, ...)``."""
+        pooled = self._pool(input.flatten(2))
+        return pooled.reshape(input.shape[:2] + (input.ndim - 2) * (1,)) if self.keepdim else pooled
 
     def _pool(self, positions: Tensor) -> Tensor:
         raise NotImplementedError
@@ -276,7 +297,7 @@ class GlobalMaxPool(_GlobalPool):
         return positions.amax(-1)
 
 
-class _Resampling(Isometry, nn.Module):
+class _Resampling(Traceable, Isometry, nn.Module):
     """Blocks of positions, moved to channels or back."""
 
     dims: ClassVar[int]
@@ -306,12 +327,26 @@ class _InvertibleDownsampling(_Resampling):
         self._check_axes(input)
         return space_to_depth(input, self.factor)
 
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Move one axis after the other."""
+        x, channels = input, -self.dims - 1
+        for axis, factor in enumerate(self.factor, start=-self.dims):
+            x = x.unflatten(axis, (-1, factor)).movedim(axis, channels).flatten(channels - 1, channels)
+        return x
+
 
 class _InvertibleUpsampling(_Resampling):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """``(batch, channels, *sizes)`` to ``(batch, channels / prod(factor), *(sizes * factor))``."""
         self._check_axes(input)
         return depth_to_space(input, self.factor)
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Move one axis after the other."""
+        x, channels = input, -self.dims - 1
+        for axis, factor in reversed(list(enumerate(self.factor, start=-self.dims))):
+            x = x.unflatten(channels, (-1, factor)).movedim(channels, axis).flatten(axis - 1, axis)
+        return x
 
 
 def space_to_depth(x: Tensor, factor: tuple[int, ...]) -> Tensor:

@@ -8,8 +8,7 @@ becomes a contraction.
 
 from __future__ import annotations
 
-from math import prod
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,32 +19,8 @@ from trysquare.nn.layers.block import Block, Sum
 from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.linalg.kernels import adjoint
 from trysquare.nn.linalg.lattice import residual_bound
-from trysquare.nn.parametrizations import Parametrization
 from trysquare.nn.parametrizations.base import Device, Factory, factory_of
-
-
-class Contraction(Parametrization):
-    """A kernel ``(hidden, channels / groups, *k)`` of norm at most 1 on every domain; groups are independent."""
-
-    def __init__(self, shape: tuple[int, ...], groups: int = 1, **factory: Unpack[Factory]) -> None:
-        super().__init__(**factory)
-        self.shape, self.groups = shape, groups
-
-    @property
-    def weight_shape(self) -> tuple[int, ...]:
-        return self.shape
-
-    @property
-    def dims(self) -> int:
-        """Number of spatial axes of the kernel."""
-        return len(self.shape) - 2
-
-    def _by_group(self, tensor: Tensor) -> Tensor:
-        """Return a kernel or weights with the hidden channels of each group on the second axis."""
-        return tensor.unflatten(0, (self.groups, -1))
-
-    def _draw_kernel(self) -> Tensor:
-        return torch.randn(self.shape, dtype=torch.float64) / prod(self.shape[1:]) ** 0.5
+from trysquare.nn.parametrizations.spectral import Contraction
 
 
 class _PotentialStep(Block):
@@ -87,7 +62,7 @@ class _PotentialStep(Block):
 
     def as_torch(self) -> nn.Module:
         """Return the sum of the input and two plain layers with the activation between them."""
-        return Sum(nn.Identity(), self._plain_branch(*self.kernels)).train(self.training)
+        return Sum(nn.Identity(), self._plain_branch(*self.kernels)).train(self.training).as_torch()
 
 
 class PotentialLinear(_PotentialStep):

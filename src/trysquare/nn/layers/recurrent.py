@@ -15,6 +15,7 @@ from trysquare.naming import pick, shown
 from trysquare.nn.geometry import Sizes, flag, number, positive
 from trysquare.nn.layers.activations import Abs, FullSort, GroupSort, Householder, MaxMin, NActivation
 from trysquare.nn.layers.linear import OrthoLinear
+from trysquare.nn.layers.traceable import Traceable
 from trysquare.nn.linalg.bounds import singular_value_range
 from trysquare.nn.linalg.lattice import ROUND_UP
 from trysquare.nn.linalg.operator import checked_weight
@@ -453,7 +454,7 @@ class OrthoRNN(nn.Module):
         return f"{self.input_size}, {self.hidden_size}, num_layers={self.num_layers}, batch_first={self.batch_first}"
 
 
-class LastState(nn.Module):
+class LastState(Traceable, nn.Module):
     """The last state of the last layer of a recurrent layer, as one tensor ``(batch, features)``.
 
     It goes into ``nn.Sequential``, in front of a classifier, where ``OrthoRNN`` itself with its two results does not,
@@ -484,6 +485,10 @@ class LastState(nn.Module):
         directions = 1 + int(self.rnn.bidirectional)
         last = self.rnn(input)[1][-directions:]
         return last.transpose(0, 1).flatten(1)
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Return ``(batch, hidden_size * directions)`` from ``(batch, length, input_size)``."""
+        return self.rnn(input)[1][-1 - int(self.rnn.bidirectional) :].transpose(0, 1).flatten(1)
 
     @torch.no_grad()
     def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trysquare.naming import shown
 from trysquare.nn.geometry import flag, number
+from trysquare.nn.layers.activations import with_slopes_in_unit_interval
 from trysquare.nn.layers.pooling import EuclideanNorm
+from trysquare.nn.layers.traceable import Traceable
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.parametrizations.base import Device
 
-__all__ = ["ConcatResidual", "ConvexResidual", "L2Residual", "LearnableResidual"]
+__all__ = ["AdjointResidual", "ConcatResidual", "ConvexResidual", "L2Residual", "LearnableResidual"]
 
 
 def _same_shape(skip: Tensor, branch: Tensor) -> None:
@@ -23,7 +27,7 @@ def _same_shape(skip: Tensor, branch: Tensor) -> None:
         )
 
 
-class _Residual(nn.Module):
+class _Residual(Traceable, nn.Module):
     """A branch, and a shortcut around it (the identity if there is none)."""
 
     def __init__(self, branch: nn.Module, shortcut: nn.Module | None = None) -> None:
@@ -82,6 +86,12 @@ class LearnableResidual(_Residual):
         _same_shape(skip, branch)
         return skip * (skip_scale * share).to(skip.dtype) + branch * share.to(branch.dtype)
 
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Weighted sum of skip and branch."""
+        total = self.skip_scale.abs() + self.scale.abs()
+        weighted = self._skip(input) * self.skip_scale + self.branch(input * self.scale)
+        return weighted / torch.where(total > 0, total, 1.0)
+
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """``a1``, ``a2`` and ``1 / (|a1| + |a2|)`` for an input of this dtype, in float32 or better.
 
@@ -129,8 +139,13 @@ class ConvexResidual(_Residual):
         _same_shape(skip, branch)
         return skip * (1 - weight).to(skip.dtype) + branch * weight.to(branch.dtype)
 
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Convex combination of skip and branch."""
+        weight = self.logit.sigmoid()
+        return self._skip(input) * (1 - weight) + self.branch(input) * weight
 
-class ConcatResidual(nn.Module):
+
+class ConcatResidual(Traceable, nn.Module):
     """Half of the channels pass, the others go through ``f``: 1-Lipschitz, or isometric, if ``f`` is.
 
     Args:
@@ -152,6 +167,11 @@ class ConcatResidual(nn.Module):
         first, second = input.chunk(2, self.dim)
         branch = self.branch(second)
         return torch.cat((first.to(branch.dtype), branch), self.dim)
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Concatenate the first half and ``f`` of the second."""
+        halves = input.chunk(2, self.dim)
+        return torch.cat((halves[0], self.branch(halves[1])), self.dim)
 
 
 class L2Residual(_Residual):
@@ -191,3 +211,42 @@ class L2Residual(_Residual):
         wide = at_least_float32(branch.dtype)
         both = torch.stack((skip.to(wide) * angle.cos(), branch.to(wide) * angle.sin()), 1)
         return self.norm(both).to(branch.dtype)
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Norm of skip and branch, entry by entry."""
+        both = torch.stack((self._skip(input) * self.angle.cos(), self.branch(input) * self.angle.sin()))
+        return torch.linalg.vector_norm(both, dim=0)
+
+
+class AdjointResidual(Traceable, nn.Module):
+    """``x - 2 Wᵀ σ(W x + b)`` for a layer ``W`` of norm at most 1 and its adjoint: 1-Lipschitz.
+
+    As ``SLLBlock2d``, with an orthogonal layer in the place of a rescaled kernel: its Jacobian ``I - 2 WᵀDW`` is
+    symmetric with eigenvalues between -1 and 1. All parameters are those of the layer; a ``state_dict`` names them
+    twice.
+
+    Args:
+        layer: a layer with a method ``adjoint()``, such as ``OrthoConv2d`` or ``OrthoLinear``.
+        activation: acts entry by entry with slopes between 0 and 1; ReLU if not given.
+
+    Raises:
+        TypeError: if the layer has no adjoint.
+        ValueError: if it has none with its numbers, or the activation is none of these.
+
+    >>> block, x = AdjointResidual(OrthoConv2d(4, 8, 3)), torch.randn(1, 4, 6, 6)
+    >>> block(x).shape, round(ts.lipschitz_bound(block, (4, 6, 6)), 4)
+    (torch.Size([1, 4, 6, 6]), 1.0)
+    """
+
+    def __init__(self, layer: Any, activation: nn.Module | None = None) -> None:
+        super().__init__()
+        if not isinstance(layer, nn.Module) or not callable(getattr(layer, "adjoint", None)):
+            raise TypeError(f"layer={shown(layer)} must have a method adjoint(), as orthogonal layers do")
+        self.layer, self.activation = layer, with_slopes_in_unit_interval(activation)
+        self.adjoint: nn.Module = layer.adjoint()  # type: ignore[operator]
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Take off twice what comes back."""
+        return input - 2 * self.adjoint(self.activation(self.layer(input)))
+
+    plain_forward = forward

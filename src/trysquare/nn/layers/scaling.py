@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from trysquare.naming import shown
 from trysquare.nn.layers.centering import per_channel
+from trysquare.nn.layers.traceable import Traceable
 from trysquare.nn.parametrizations.base import Device
 
 __all__ = ["InputScaling"]
 
 
-class InputScaling(nn.Module):
+class InputScaling(Traceable, nn.Module):
     """``(x - mean) / std``, channel by channel: the usual scaling of images, as a layer of the network.
 
     Inside of the network it is part of its Lipschitz constant, which it multiplies by ``1 / min(std)``, so that
@@ -60,6 +61,10 @@ class InputScaling(nn.Module):
         if input.ndim < 2 or channels not in (1, input.shape[1]):
             raise ValueError(f"input of shape {tuple(input.shape)} must be (batch, {channels}, ...)")
         return (input - per_channel(self.mean, input)) / per_channel(self.std, input)
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Take off the mean of each channel and divide by its deviation."""
+        return ((input.transpose(1, -1) - self.mean) / self.std).transpose(1, -1)
 
     def inverse(self) -> InputScaling:
         """Return the layer that maps the result back to the data, with numbers of its own."""

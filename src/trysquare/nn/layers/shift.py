@@ -6,68 +6,81 @@ LipNeXt (2026) therefore mixes neighbours by shifts, and channels by orthogonal 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from trysquare.naming import shown
-from trysquare.nn.geometry import flag, per_axis
+from trysquare.nn.geometry import flag, per_axis, positive
 from trysquare.nn.layers.invertible import Isometry
+from trysquare.nn.layers.traceable import Traceable, is_symbol
 from trysquare.nn.parametrizations.base import Device
 
 __all__ = ["ChannelShift", "Positions"]
 
 
-class ChannelShift(Isometry, nn.Module):
+class ChannelShift(Traceable, Isometry, nn.Module):
     """Shift groups of channels by one position, circularly: each along one axis, forwards or backwards.
 
     Isometric: it permutes. Of every axis behind the channels, two groups are shifted, and the other channels stay.
 
     Args:
         share: of the channels in each of these groups, rounded down: an eighth or a sixteenth is usual.
+        dims: number of axes behind the channels.
         back: shift the other way.
 
-    >>> ChannelShift(0.25)(torch.arange(12.0).view(1, 4, 3))
+    >>> ChannelShift(0.25, dims=1)(torch.arange(12.0).view(1, 4, 3))
     tensor([[[ 2.,  0.,  1.],
              [ 4.,  5.,  3.],
              [ 6.,  7.,  8.],
              [ 9., 10., 11.]]])
     """
 
-    def __init__(self, share: float = 0.125, back: bool = False) -> None:
+    def __init__(self, share: float = 0.125, dims: int = 2, back: bool = False) -> None:
         super().__init__()
-        if not isinstance(share, int | float) or not 0 < share <= 0.5:
-            raise ValueError(f"share={shown(share)} of the channels must be above 0 and at most a half")
+        self.dims = positive("dims", dims)
+        if not isinstance(share, int | float) or not 0 < share <= 1 / (2 * self.dims):
+            raise ValueError(
+                f"share={shown(share)} of the channels must be above 0, and at most {1 / (2 * self.dims):g} for "
+                f"{2 * self.dims} groups"
+            )
         self.share, self.back = float(share), flag("back", back)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Shift each group."""
-        if input.ndim < 3:
-            raise ValueError(f"an input of shape {tuple(input.shape)} has no axis to shift behind (batch, channels)")
-        channels, axes = input.shape[1], range(2, input.ndim)
-        size = int(self.share * channels)
-        if not size or 2 * len(axes) * size > channels:
-            raise ValueError(
-                f"{2 * len(axes)} groups of {size} channels, a share of {self.share:g} each, must be made of "
-                f"{channels}: take another share, at most {1 / (2 * len(axes)):g}"
-            )
-        *groups, rest = input.split([*[size] * (2 * len(axes)), channels - 2 * len(axes) * size], dim=1)
-        steps = [(axis, -step if self.back else step) for axis in axes for step in (1, -1)]
-        moved = [group.roll(step, axis) for group, (axis, step) in zip(groups, steps, strict=True)]
-        return torch.cat([*moved, rest], dim=1)
+        if not is_symbol(input):
+            if input.ndim != self.dims + 2:
+                raise ValueError(
+                    f"an input of shape {tuple(input.shape)} must be (batch, channels) and {self.dims} more axes: "
+                    "dims says how many"
+                )
+            if math.floor(self.share * input.shape[1]) < 1:
+                raise ValueError(f"a share of {self.share:g} of {input.shape[1]} channels is none: take a larger one")
+        return self.plain_forward(input)
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Shift each group."""
+        size = math.floor(self.share * input.shape[1])
+        steps = [(axis, -step if self.back else step) for axis in range(2, self.dims + 2) for step in (1, -1)]
+        parts = [
+            torch.roll(input[:, place * size : (place + 1) * size], step, axis)
+            for place, (axis, step) in enumerate(steps)
+        ]
+        return torch.cat([*parts, input[:, len(steps) * size :]], dim=1)
 
     def inverse(self) -> ChannelShift:
         """Return the module that shifts back."""
-        return ChannelShift(self.share, not self.back)
+        return ChannelShift(self.share, self.dims, not self.back)
 
     adjoint = inverse
 
     def extra_repr(self) -> str:
-        return f"share={self.share:g}" + ", back=True" * self.back
+        return f"share={self.share:g}, dims={self.dims}" + ", back=True" * self.back
 
 
-class Positions(Isometry, nn.Module):
+class Positions(Traceable, Isometry, nn.Module):
     """Add a learned number at each position, so that layers that treat all positions alike can tell them apart.
 
     Isometric: a translation. The numbers start at 0.
@@ -90,7 +103,11 @@ class Positions(Isometry, nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Add the numbers."""
-        return input + self._fitting(input)
+        return self.plain_forward(input) if is_symbol(input) else input + self._fitting(input)
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Add the numbers."""
+        return input + self.bias
 
     def _fitting(self, x: Tensor) -> Tensor:
         sizes, wanted = x.shape[1:], self.bias.shape
@@ -106,7 +123,7 @@ class Positions(Isometry, nn.Module):
         return f"{tuple(self.bias.shape)}"
 
 
-class _WithoutPositions(Isometry, nn.Module):
+class _WithoutPositions(Traceable, Isometry, nn.Module):
     """The inverse of ``Positions``."""
 
     def __init__(self, positions: Positions) -> None:
@@ -114,8 +131,12 @@ class _WithoutPositions(Isometry, nn.Module):
         self.positions = positions
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Take the numbers off."""
-        return input - self.positions._fitting(input)
+        """Subtract the numbers."""
+        return self.plain_forward(input) if is_symbol(input) else input - self.positions._fitting(input)
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Subtract the numbers."""
+        return input - self.positions.bias
 
     def inverse(self) -> Positions:
         """Return the module that adds them."""

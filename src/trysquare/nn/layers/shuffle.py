@@ -6,11 +6,12 @@ from torch import Tensor, nn
 
 from trysquare.nn.geometry import positive
 from trysquare.nn.layers.invertible import Isometry
+from trysquare.nn.layers.traceable import Traceable
 
 __all__ = ["ChannelShuffle", "ChannelUnshuffle"]
 
 
-class ChannelShuffle(Isometry, nn.ChannelShuffle):
+class ChannelShuffle(Traceable, Isometry, nn.ChannelShuffle):
     """``nn.ChannelShuffle`` for any number of axes behind the channels. Isometric: it permutes.
 
     Args:
@@ -26,6 +27,10 @@ class ChannelShuffle(Isometry, nn.ChannelShuffle):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Interleave the groups."""
         _require_groups(input, self.groups)
+        return self.plain_forward(input)
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Interleave the groups."""
         return input.unflatten(1, (self.groups, -1)).transpose(1, 2).flatten(1, 2)
 
     def inverse(self) -> ChannelUnshuffle:
@@ -35,7 +40,7 @@ class ChannelShuffle(Isometry, nn.ChannelShuffle):
     adjoint = inverse
 
 
-class ChannelUnshuffle(Isometry, nn.Module):
+class ChannelUnshuffle(Traceable, Isometry, nn.Module):
     """Inverse of ``ChannelShuffle`` with the same ``groups``. Isometric: it permutes.
 
     Args:
@@ -52,6 +57,10 @@ class ChannelUnshuffle(Isometry, nn.Module):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Take the groups apart."""
         _require_groups(input, self.groups)
+        return self.plain_forward(input)
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Take the groups apart."""
         return input.unflatten(1, (-1, self.groups)).transpose(1, 2).flatten(1, 2)
 
     def inverse(self) -> ChannelShuffle:

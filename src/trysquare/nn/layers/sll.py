@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trysquare.nn.layers.potential import Contraction, PotentialConv, PotentialLinear
+from trysquare.nn.layers.potential import PotentialConv, PotentialLinear
 from trysquare.nn.linalg.rescaling import channel_sums, contract_rows, gram, positive, positive_inverse
+from trysquare.nn.parametrizations.spectral import Contraction
 
 __all__ = ["SLLBlock1d", "SLLBlock2d", "SLLBlock3d", "SLLLinear"]
 

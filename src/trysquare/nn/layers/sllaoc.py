@@ -189,7 +189,7 @@ class _FusedBlock(ResamplingBlock):
         """Return the sum of a plain convolution, and of two with the activation between them."""
         shortcut, first, second = self.kernels
         around = self._shortcut.plain(shortcut, None, self.training)
-        return Sum(around, self._plain_branch(first, second)).train(self.training)
+        return Sum(around, self._plain_branch(first, second)).train(self.training).as_torch()
 
 
 class SLLAOCBlock1d(_FusedBlock):

@@ -2,7 +2,7 @@
 
 from trysquare.nn.linalg import checks
 from trysquare.nn.linalg.kernels import adjoint, compose, identity
-from trysquare.nn.linalg.norms import norm_bound
+from trysquare.nn.linalg.norms import norm_bound, spectral_norm
 from trysquare.nn.linalg.orthogonalize import (
     ORTHOGONALIZERS,
     bjorck,
@@ -36,10 +36,12 @@ __all__ = [
     "qr",
     "recondition",
     "sandwich_pair",
+    "spectral_norm",
     "unit_rows",
 ]
 
-# Who calls them from outside is told what they take; the library itself calls them without these checks.
+# Who calls them from outside is told what they take, and has their derivatives in full precision; the library itself
+# calls them without that.
 for _name in __all__:
     if callable(globals()[_name]):
-        globals()[_name] = checks.with_checked_arguments(globals()[_name])
+        globals()[_name] = checks.for_everybody(globals()[_name])

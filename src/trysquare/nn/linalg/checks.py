@@ -1,4 +1,4 @@
-"""What the public functions of ``linalg`` say about arguments that they cannot work with."""
+"""What the public functions of ``linalg`` do around those that the library calls: checks, and full precision."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trysquare.naming import shown
 from trysquare.nn.geometry import flag, per_axis
+from trysquare.nn.linalg.precision import protected
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,8 +22,10 @@ _MATRICES = ("matrix", "rows", "basis", "kernel", "after", "before", "a", "b")
 _KERNELS = ("kernel", "after", "before")
 
 
-def with_checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
+def for_everybody(function: Callable[P, R]) -> Callable[P, R]:
     """Return ``function``, which now refuses arguments of the wrong kind by their names.
+
+    It and its derivatives are computed in full precision, which layers see to for all that their weights are built by.
 
     Raises:
         TypeError: if a tensor, an integer or a flag is something else.
@@ -53,7 +56,14 @@ def with_checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
         dims, axes = given.get("dims"), [tensor.ndim for name, tensor in tensors.items() if name in _KERNELS]
         if dims is not None and axes and dims > min(axes) - 2:
             raise ValueError(f"dims={shown(dims)} must be at most {min(axes) - 2} for a kernel of {min(axes)} axes")
-        return function(*args, **kwargs)
+        if not tensors:
+            return function(*args, **kwargs)
+
+        def build(*values: Tensor) -> R:
+            full = inspect.BoundArguments(signature, given | dict(zip(tensors, values, strict=True)))
+            return function(*full.args, **full.kwargs)
+
+        return protected(build, list(tensors.values()))
 
     return checked
 

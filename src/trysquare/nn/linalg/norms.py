@@ -8,6 +8,7 @@ from math import cos, pi, prod
 import torch
 from torch import Tensor
 
+from trysquare.nn.geometry import Size, check_circular_size, check_groups, per_axis
 from trysquare.nn.linalg.precision import full_precision
 from trysquare.nn.linalg.rescaling import gram, row_sums, scaled_to_one
 
@@ -113,7 +114,7 @@ def norm_bound(kernel: Tensor, steps: int = _SQUARINGS, *, dims: int | None = No
         raise ValueError(f"kernel must be float32 or float64, not {kernel.dtype}: convert it, kernel.float()")
     if not 0 <= steps <= _MOST_SQUARINGS:
         raise ValueError(f"steps={steps} must be at least 0 and at most {_MOST_SQUARINGS}")
-    taps = kernel.shape[kernel.ndim - dims :]
+    taps = [int(k) for k in kernel.shape[kernel.ndim - dims :]]  # torch.jit.trace has tensors there
     grid = [max(1, (k - 1) * (steps + 2)) for k in taps]
     with full_precision(kernel):
         scaled, largest = scaled_to_one(kernel, dims=dims)
@@ -122,6 +123,48 @@ def norm_bound(kernel: Tensor, steps: int = _SQUARINGS, *, dims: int | None = No
         most = gram_norm_bound(blocks.flatten(0, dims - 1), steps).amax(0)
         missed = cos(pi / (2 * steps + 4)) ** sum(k > 1 for k in taps)  # π d / N is the same for all sizes
         return _product_above(largest, torch.minimum(most / missed, _row_sum_bound(scaled, dims)))
+
+
+def spectral_norm(kernel: Tensor, sizes: Size, stride: Size = 1, dilation: Size = 1, groups: int = 1) -> Tensor:
+    """Return the largest singular value of a circular convolution, exactly; differentiable, for penalties.
+
+    ``norm_bound`` is cheaper, and holds on domains of every size.
+
+    Args:
+        kernel: ``(c_out, c_in / groups, *k)`` in torch's layout.
+        sizes: spatial sizes of the input, multiples of ``stride``.
+        stride: stride of each axis.
+        dilation: dilation of each axis.
+        groups: number of groups.
+
+    Raises:
+        ValueError: if the sizes are none of these.
+
+    >>> kernel = torch.ones(1, 1, 3, 3, requires_grad=True)
+    >>> norm = ts.linalg.spectral_norm(kernel, (8, 8))
+    >>> norm.backward()
+    >>> round(float(norm.detach()), 4), round(float(kernel.grad.sum()), 4)
+    (9.0, 9.0)
+    """
+    dims = kernel.ndim - 2
+    if dims < 1:
+        raise ValueError(f"kernel of shape {tuple(kernel.shape)} has no axes of a convolution")
+    domain, steps = per_axis("sizes", sizes, dims), per_axis("stride", stride, dims)
+    check_circular_size(domain, steps)
+    check_groups(groups, channels=kernel.shape[0])
+    spacing, place = per_axis("dilation", dilation, dims), torch.zeros(1, dtype=torch.long, device=kernel.device)
+    for taps, size, step in zip(kernel.shape[2:], domain, spacing, strict=True):
+        on_axis = torch.arange(taps, device=kernel.device) * step % size
+        place = (place[:, None] * size + on_axis).flatten()
+    with full_precision(kernel):
+        spread = kernel.new_zeros(*kernel.shape[:2], prod(domain)).index_add(2, place, kernel.flatten(2))
+        phases = spread.unflatten(0, (groups, -1)).unflatten(
+            3, [n for size, s in zip(domain, steps, strict=True) for n in (size // s, s)]
+        )
+        coarse = [3 + 2 * axis for axis in range(dims)]
+        blocks = phases.permute(*coarse, 0, 1, 2, *(axis + 1 for axis in coarse)).flatten(dims + 2)
+        response = torch.fft.fftn(blocks, dim=tuple(range(dims)))  # (*frequencies, groups, out, in * phases)
+        return torch.linalg.matrix_norm(response, 2).amax()
 
 
 def _row_sum_bound(kernel: Tensor, dims: int) -> Tensor:

@@ -42,6 +42,7 @@ from trysquare.nn.linalg.precision import (
     is_differentiated,
     keep_outputs,
     nothing_for,
+    protected,
     unwrapped,
 )
 from trysquare.nn.linalg.unitary import corrected, polish
@@ -70,6 +71,9 @@ def on_rows(rows_only: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
             )
         if not matrix.numel():
             return matrix.clone()
+        return protected(compute, [matrix])
+
+    def compute(matrix: Tensor) -> Tensor:
         if matrix.shape[-2] > matrix.shape[-1]:
             return rows_only(matrix.mH).mH.resolve_conj()
         return rows_only(matrix)

@@ -137,25 +137,52 @@ def _user_reduces(tensor: Tensor) -> bool:
     return is_reduced(tensor.device.type) or (not torch.compiler.is_compiling() and _FULL_PRODUCTS.inside > 0)
 
 
-def protected(build: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
+class _Local(threading.local):
+    building = False  # whether this thread is inside of `protected`, which takes care of all
+
+
+_LOCAL = _Local()
+
+
+def protected(build: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
     """Return ``build(*tensors)`` in full precision, derivatives too, whatever the user has switched on.
 
     The switches can be thrown around what autograd computes. In a compiled graph, in transforms of ``torch.func`` and
     in forward mode they cannot, so everything is computed in float64 there, which they do not touch.
+
+    Args:
+        build: returns a tensor or a tuple of several.
+        tensors: all that ``build`` is differentiated with respect to, of one dtype.
     """
     like = tensors[0]
-    if like.dtype == torch.float64:
+    if torch.finfo(like.dtype).bits == 64:
         return build(*tensors)
     reduced = _user_reduces(like) or autocast_dtype(like) is not None
     if only_first_derivatives():
         if torch.is_grad_enabled():
+            if _LOCAL.building:
+                return build(*tensors)
             if reduced:
-                return _Protected.apply(lambda *inputs: (build(*inputs),), *tensors)[0]
-            return _guarded(build(*tensors), build, tensors)
+                found = _Protected.apply(lambda *inputs: _as_tuple(build(*inputs)), *tensors)
+                return found if len(found) > 1 else found[0]
+            return _guarded(_built(build, tensors), build, tensors)
     elif reduced and (_user_reduces(like) or not torch.compiler.is_compiling()):
-        return build(*(tensor.double() for tensor in tensors)).to(like.dtype)
+        exact = _as_tuple(build(*(tensor.to(torch.promote_types(tensor.dtype, torch.float64)) for tensor in tensors)))
+        return tuple(each.to(like.dtype) for each in exact) if len(exact) > 1 else exact[0].to(like.dtype)
     with full_precision(like):
         return build(*tensors)
+
+
+def _built(build: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+    before, _LOCAL.building = _LOCAL.building, True
+    try:
+        return build(*tensors)
+    finally:
+        _LOCAL.building = before
+
+
+def _as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
 
 
 class _BuildContext(Context, Protocol):
@@ -184,7 +211,7 @@ class _Protected(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         with full_precision(tensors[0]), torch.enable_grad():
             ctx.copies = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-            ctx.results = build(*ctx.copies)
+            ctx.results = _built(build, ctx.copies)
         ctx.build, ctx.convolves = build, not is_reduced(tensors[0].device.type, "conv")
         ctx.save_for_backward(*tensors)
         return tuple(result.detach() for result in ctx.results)
@@ -201,8 +228,11 @@ class _Protected(torch.autograd.Function):
         return None, *(next(found) if need else None for need in needed)
 
 
-def _guarded(result: Tensor, build: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
+def _guarded(result: Any, build: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
     """``result``, which is ``build(*tensors)``, with derivatives that stay exact if something is switched on later."""
+    if isinstance(result, tuple):
+        parts = [lambda *inputs, place=place: build(*inputs)[place] for place in range(len(result))]
+        return tuple(_guarded(each, part, tensors) for each, part in zip(result, parts, strict=True))
     if type(result) is not Tensor or not result.requires_grad or torch_internals.jit_trace() is not None:
         return result
     return apply_function(_Guarded, lambda *inputs: (build(*inputs),), result, *tensors)
@@ -256,7 +286,7 @@ def _gradients_anew(
     with full_precision(grads[0]), torch.enable_grad():
         copies = [tensor.detach().requires_grad_(need) for tensor, need in zip(inputs, needed, strict=True)]
         wanted = [copy for copy, need in zip(copies, needed, strict=True) if need]
-        return torch.autograd.grad(build(*copies), wanted, grads, materialize_grads=True)
+        return torch.autograd.grad(_built(build, copies), wanted, grads, materialize_grads=True)
 
 
 def _gradient_of(build: Callable[..., tuple[Tensor, ...]], needed: Sequence[bool]) -> Callable[..., tuple[Tensor, ...]]:
@@ -279,8 +309,16 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 
 
 def coarsest_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of fewest digits that products with ``tensor`` are computed in: its own, or that of autocast."""
-    return max((tensor.dtype, autocast_dtype(tensor) or tensor.dtype), key=lambda dtype: torch.finfo(dtype).eps)
+    """Return the shortest dtype that products of ``tensor`` may be rounded to: its own, or by autocast or the switches.
+
+    TF32 has the digits of float16.
+    """
+    dtypes = [tensor.dtype, autocast_dtype(tensor) or tensor.dtype]
+    backend = _OF_DEVICE.get(tensor.device.type)
+    if backend is not None and tensor.dtype == torch.float32:
+        switched = {torch_internals.precision_of(backend, operation) for operation in ("matmul", "conv")}
+        dtypes += [dtype for name, dtype in (("tf32", torch.float16), ("bf16", torch.bfloat16)) if name in switched]
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def as_autocast(tensor: Tensor) -> Tensor:

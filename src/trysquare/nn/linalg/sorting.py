@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from trysquare import torch_internals
 from trysquare.nn.linalg.precision import Context, Gradients, apply_function, nothing_for, only_first_derivatives
 
 
@@ -68,7 +69,7 @@ def max_min(pairs: Tensor, dim: int) -> Tensor:
             [4., 3.]])
     """
     first, second = pairs.unbind(dim)
-    if not only_first_derivatives():
+    if torch_internals.jit_trace() is not None or not only_first_derivatives():
         # Compilers do not trace functions with a rule for forward mode, and nested forward mode is wrong with them.
         swap = second > first
         return torch.stack((torch.where(swap, second, first), torch.where(swap, first, second)), dim)

@@ -22,6 +22,7 @@ from trysquare.nn.parametrizations.orthonormal import OrthonormalMatrix
 from trysquare.nn.parametrizations.rko import RKO
 from trysquare.nn.parametrizations.sc_fac import SCFac
 from trysquare.nn.parametrizations.soc import SOC
+from trysquare.nn.parametrizations.spectral import Spectral
 
 METHODS: dict[str, type[KernelMethod]] = {
     "aoc": AOC,
@@ -31,6 +32,7 @@ METHODS: dict[str, type[KernelMethod]] = {
     "soc": SOC,
     "aol": AOL,
     "bro": BRO,
+    "spectral": Spectral,
 }
 
 
@@ -92,6 +94,7 @@ __all__ = [
     "OrthonormalMatrix",
     "Parametrization",
     "SCFac",
+    "Spectral",
     "find_method",
     "orthogonal_kernel",
 ]

@@ -58,6 +58,17 @@ def _correlation(moving: Tensor, kernel: Tensor, step: tuple[int, ...]) -> Tenso
     return correlated.flatten(2).unflatten(1, (groups, b))
 
 
+def nearly_orthogonal(geometry: ConvGeometry) -> Tensor:
+    """Return ``(g, n, m, *k)``: orthonormal in as many middle taps as no two windows share, and a little noise."""
+    groups, n, m = geometry.groups, geometry.group_out, geometry.group_in
+    axes = zip(geometry.kernel_size, geometry.stride, geometry.dilation, strict=True)
+    reach = tuple(min(k, s // gcd(s, d)) for k, s, d in axes)
+    block = random_orthonormal(groups, n, m * prod(reach)).view(groups, n, m, *reach)
+    gaps = [k - r for k, r in zip(geometry.kernel_size, reach, strict=True)]
+    kernel = F.pad(block, [pad for gap in reversed(gaps) for pad in (gap // 2, gap - gap // 2)])
+    return kernel + torch.randn(kernel.shape, dtype=torch.float64) * (_NOISE / prod(kernel.shape[2:]) ** 0.5)
+
+
 class AOL(KernelMethod):
     """1-Lipschitz kernel ``(out, in / groups, *k)`` from a free kernel of the same shape.
 
@@ -109,15 +120,8 @@ class AOL(KernelMethod):
 
     def draw(self) -> list[Tensor]:
         """Orthonormal in as many middle taps as no two windows share, and a little noise; ``q = 1``."""
-        geometry = self.geometry
-        kernel_shape, *weights = self.free_shapes
-        reach = tuple(min(k, s) for k, s in zip(geometry.kernel_size, self._period, strict=True))
-        groups, n, m = kernel_shape[:3]
-        block = random_orthonormal(groups, n, m * prod(reach)).view(groups, n, m, *reach)
-        gaps = [k - r for k, r in zip(geometry.kernel_size, reach, strict=True)]
-        kernel = F.pad(block, [pad for gap in reversed(gaps) for pad in (gap // 2, gap - gap // 2)])
-        noise = torch.randn(kernel_shape, dtype=torch.float64) * (_NOISE / prod(kernel_shape[2:]) ** 0.5)
-        return [kernel + noise, *(torch.zeros(shape, dtype=torch.float64) for shape in weights)]
+        weights = (torch.zeros(shape, dtype=torch.float64) for shape in self.free_shapes[1:])
+        return [nearly_orthogonal(self.geometry), *weights]
 
     def build(self, *free: Tensor) -> Tensor:
         """Rescale ``steps`` times."""

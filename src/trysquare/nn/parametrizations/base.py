@@ -142,7 +142,8 @@ class Caching(nn.Module):
 
         Tensors that somebody else put there for one call are not kept.
         """
-        if torch.compiler.is_compiling():
+        # ``torch.jit.trace`` takes what is kept from pass to pass for a constant.
+        if torch.compiler.is_compiling() or torch_internals.jit_trace() is not None:
             return build()
         names, wanted = tuple(names), False
         for tensor, name in zip(free, names, strict=True):
@@ -291,7 +292,7 @@ class Parametrization(Caching, ABC):
             if not self.slots or torch.compiler.is_exporting() or (wanted and any(t.requires_grad for t in free)):
                 return self.built(free)
             return kept_weight(list(free), self.number, list(self.weight_shape), self.dtype_from(free))
-        if torch_internals.jit_trace() is not None:  # which takes what is kept from pass to pass for a constant
+        if torch_internals.jit_trace() is not None:  # which would record the looks at writes
             return self.built(free)
         self.refuse_writes()
         free = tuple(gathered(tensor) for tensor in free)
@@ -524,7 +525,7 @@ class ParametrizedWeight(nn.Module):
 
     def _current_weight(self) -> Tensor:
         """``self.weight`` for a pass, without torch's detour over the parametrization where the cache has it."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch_internals.jit_trace() is not None:
             return self.weight
         if not torch.is_grad_enabled() and not self._writes.found() and self._cache.fresh() and self._is_as_made():
             assert self._cache.weight is not None
@@ -635,6 +636,12 @@ class ParametrizedWeight(nn.Module):
             return super()._apply(fn, recurse)
         return super()._apply(keeping_precision(fn, self.free_tensors), recurse)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by the class that torch made the parametrized one from, which has no name to be found by."""
+        if not parametrize.is_parametrized(self):
+            return super().__reduce_ex__(protocol)
+        return _parametrized, (type(self).__bases__[0], tuple(self.parametrizations)), self.__dict__
+
     def as_torch(self) -> nn.Module:
         """Return the same function in plain ``torch.nn`` layers, with the present weight."""
         raise NotImplementedError
@@ -645,6 +652,15 @@ class ParametrizedWeight(nn.Module):
     def __repr__(self) -> str:
         """Return geometry and method in one line."""
         return f"{self._get_name()}({self.extra_repr()})"
+
+
+def _parametrized(cls: type[nn.Module], names: Sequence[str]) -> nn.Module:
+    """Return a layer without its state, of the class that torch makes for one with these parametrized tensors."""
+    layer = cls.__new__(cls)
+    torch_internals.make_parametrized(layer)
+    for name in names:
+        torch_internals.make_property(layer, name)
+    return layer
 
 
 def keeping_precision(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> Callable[[Tensor], Tensor]:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
+from trysquare import torch_internals
 from trysquare.nn.geometry import ConvGeometry, Sizes, positive
 from trysquare.nn.linalg.kernels import adjoint, compose, polynomial_kernel
 from trysquare.nn.linalg.norms import kernel_norm_bound
@@ -179,7 +180,7 @@ class SOC(Composed):
         The convolution with the weight is that with the exponential of the skew kernel, then that with the matrix,
         which is the identity if there is none; the other way round where the weight is built from its adjoint.
         """
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and torch_internals.jit_trace() is None:
             self.refuse_writes()
         free = tuple(gathered(tensor) for tensor in free)
         exact = [tensor.to(at_least_float32(tensor.dtype)) for tensor in free]

@@ -135,7 +135,8 @@ def _refuse_steeper(module: nn.Module, shapes: list[Shape], constants: list[floa
         change = (values[_PAIRS:] - values[:_PAIRS]).norm(dim=1)
         moved = [(p[_PAIRS:] - p[:_PAIRS]).double().flatten(1).norm(dim=1) for p in pairs]
         allowed = sum(c * m for c, m in zip(constants, moved, strict=True))
-        rounding = 64 * torch.finfo(coarsest_dtype(points[0])).eps * (values.norm(dim=1)[:_PAIRS] + 1)
+        eps, product_eps = (torch.finfo(each).eps for each in (dtype, coarsest_dtype(points[0])))
+        rounding = max(64 * eps, 16 * product_eps) * (values.norm(dim=1)[:_PAIRS] + 1)
         if bool((change > 1.01 * allowed + rounding).any()):
             raise NoRuleError("it computes something else than its class does: a function that it calls was replaced")
 

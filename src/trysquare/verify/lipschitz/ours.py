@@ -7,19 +7,21 @@ certified bound of what they are. What is added here is whether a layer may be t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from trysquare.nn.layers.activations import MONOTONE, with_slopes_in_unit_interval
 from trysquare.nn.layers.conv import OrthogonalConvolution
+from trysquare.nn.layers.residual import AdjointResidual
+from trysquare.nn.linalg.lattice import ROUND_UP
 from trysquare.nn.linalg.operator import LipschitzLayer
 from trysquare.nn.linalg.precision import coarsest_dtype
 from trysquare.torch_internals import hooks_of
 from trysquare.verify.lipschitz.checks import input_like
 from trysquare.verify.lipschitz.graph import NoRuleError, Shape
-from trysquare.verify.lipschitz.leaves import input_dtype, leaf
+from trysquare.verify.lipschitz.leaves import find_rule, input_dtype, leaf
 from trysquare.verify.operators import as_defined, has_hooks, is_ours, read_layer, remember
 from trysquare.verify.spectrum import norm_range
 
@@ -31,6 +33,11 @@ def _sets_no_weight(layer: nn.Module) -> bool:
 
 def block(layer: LipschitzLayer, shape: Shape) -> float:
     """Return the constant that the layer gives itself, if the activation in it is what its theorem is about."""
+    _check_activation(layer)
+    return float(layer.lipschitz_constant(shape, input_dtype()))
+
+
+def _check_activation(layer: object) -> None:
     if isinstance(inner := getattr(layer, "activation", None), nn.Module):
         activation = with_slopes_in_unit_interval(inner)
         known = next(cls for cls in type(activation).__mro__ if cls.__module__.startswith("torch.nn.modules"))
@@ -39,7 +46,6 @@ def block(layer: LipschitzLayer, shape: Shape) -> float:
                 f"activation={activation!r} overrides forward or has hooks, so its slopes are not known to be between "
                 "0 and 1"
             )
-    return float(layer.lipschitz_constant(shape, input_dtype()))
 
 
 def linear_layer(layer: nn.Module, shape: Shape) -> float:
@@ -57,10 +63,21 @@ def linear_layer(layer: nn.Module, shape: Shape) -> float:
         # The crop of a circular layer only turns the circle that its operator is about.
         found, expected = ((t - s).abs().flatten().sort().values for t, s in ((found, shift), (expected, 0.0)))
         shift = 0.0
-    tolerance = 8 * torch.finfo(coarsest_dtype(layer_input)).eps ** 0.5 * (float(expected.abs().max()) + 1)
+    eps, product_eps = (torch.finfo(dtype).eps for dtype in (layer_input.dtype, coarsest_dtype(layer_input)))
+    tolerance = max(8 * eps**0.5, 16 * product_eps) * (float(expected.abs().max()) + 1)
     if not torch.allclose(found, expected + shift, rtol=0, atol=tolerance):
         raise NoRuleError("it computes something else than its weight and its numbers say; make a new layer instead")
     return norm_range(operator, lowest=False)[1]
+
+
+@leaf(AdjointResidual)
+def step(layer: AdjointResidual, shape: Shape) -> float:
+    """``I - 2 WᵀDW``, whose eigenvalues are between ``1 - 2 |W|²`` and 1, with the weight as it was rounded."""
+    _check_activation(layer)
+    own = find_rule(layer.layer)
+    found = linear_layer(layer.layer, shape) if own is None else own(layer.layer, shape)
+    norm = max(found) if isinstance(found, Sequence) else float(found)
+    return max(1.0, 2 * norm**2 - 1) * ROUND_UP
 
 
 def _makes_several_calls(layer: OrthogonalConvolution) -> bool:
