@@ -42,7 +42,7 @@ from trysquare.nn.parametrizations.base import (
     parameters_of,
     plainly_laid_out,
 )
-from trysquare.nn.sharing import Elsewhere, Ranks, managed_by_fsdp, shares
+from trysquare.nn.sharing import Elsewhere, Ranks, average_gradients, managed_by_fsdp, refuse_other_owners, shares
 
 __all__ = ["built"]
 
@@ -168,7 +168,7 @@ class _Block:
         if ranks is not None:
             kinds = [(part, number) for number, group in enumerate(groups) for part in group]
             self.owners = shares([pair for pair in kinds if _wanted(list(pair[0].slots.values()))], ranks.size)
-        self._take_over()
+        refuse_other_owners(self.parts, self.owners, self.owner_only)
         # If its gradient is differentiated in turn, each weight is built again by itself.
         with _as_for_training(self.differentiable), differentiated_once():
             for group in groups:
@@ -180,20 +180,6 @@ class _Block:
             if isinstance(each.block, Elsewhere):
                 each.block.end(each)
             each.block = self
-
-    def _take_over(self) -> None:
-        """Go on from where an earlier block has left free tensors with their owners."""
-        for part in self.parts:
-            place = part.block
-            if isinstance(place, Elsewhere):
-                owner = self.owners.get(part) if isinstance(part, Parametrization) else None
-                if owner != place.owner or not self.owner_only:
-                    place.refuse()
-        if self.owner_only:
-            owner_of: dict[Tensor, int] = {}
-            for part, owner in self.owners.items():
-                if any(owner_of.setdefault(tensor, owner) != owner for tensor in part.slots.values()):
-                    raise ValueError("owner_only=True needs free tensors that belong to one parametrization each")
 
     def _build(self, alike: Sequence[Parametrization]) -> None:
         """Build weights of which none has been built yet, as one batch."""
@@ -295,7 +281,10 @@ class _Block:
             with _unfrozen(inputs), full_precision(inputs[0]):
                 torch.autograd.backward(edges, grads, inputs=inputs)
         if self.ranks is not None and self.differentiable:
-            self._average(self.ranks, shared)
+            found = average_gradients(self.ranks, self.model, shared, self.owner_only, self._crossed)
+            if found:
+                with _unfrozen(found):
+                    torch.autograd.backward(list(found), list(found.values()))  # calls the hooks of the free tensors
 
     def _gradients_of_batches(self, totals: dict[_Weight, Tensor]) -> tuple[list[GradientEdge], list[Tensor]]:
         """Return what was built at once that includes these weights, and its gradients."""
@@ -307,53 +296,13 @@ class _Block:
                 grads.append(torch.stack(each) if len(each) > 1 else each[0])
         return edges, grads
 
-    def _average(self, ranks: Ranks, shared: dict[_Weight, int]) -> None:
-        """Take the means of the gradients over all ranks to the free tensors, and to all other parameters."""
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        if not parameters:
-            return
-        owners = {tensor: owner for weight, owner in shared.items() for tensor in weight.free}
-        wrapped = isinstance(self.model, DistributedDataParallel)
-        # Of free tensors, what compiled parts have found, and what was there before, which is equal on all ranks.
-        others = [p for p in parameters if not wrapped and not (self.owner_only and p in owners)]
-        astray = self.owner_only and any(
-            tensor.grad is not None and owner != ranks.rank for tensor, owner in owners.items()
-        )
-        flags = [astray, *(w.gathered is not None for w in shared), *(p.grad is not None for p in others)]
-        astray, *flags = ranks.any(flags, parameters[0].device)
-        if astray:
-            raise RuntimeError(
-                "with owner_only=True free tensors have gradients on ranks that do not own them: from an earlier step "
-                "(call optimizer.zero_grad() before the block), or from compiled parts of the model, which build their "
-                "weights by themselves"
-            )
-        used = iter(flags)
-        pairs = [(weight, owner) for weight, owner in shared.items() if next(used)]
-        means = [parameter for parameter in others if next(used)]
-        for parameter in means:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        ranks.average([parameter.grad for parameter in means if parameter.grad is not None])
-
-        sums = ranks.reduce([weight.total() for weight, _ in pairs], [owner for _, owner in pairs])
-        own = {w: total.div_(ranks.size) for (w, owner), total in zip(pairs, sums, strict=True) if owner == ranks.rank}
-        found: dict[Tensor, Tensor] = {}
-        if own:
-            targets = {tensor: self.stand_ins[tensor] for weight in own for tensor in weight.trained}
-            edges, grads = self._gradients_of_batches(own)
-            with full_precision(grads[0]):
-                crossed = torch.autograd.grad(edges, list(targets.values()), grads, materialize_grads=True)
-            found = dict(zip(targets, crossed, strict=True))
-        if not self.owner_only:
-            wanted = list(dict.fromkeys((tensor, owner) for weight, owner in pairs for tensor in weight.trained))
-            mine = [found[tensor] if owner == ranks.rank else tensor.detach() for tensor, owner in wanted]
-            given = ranks.broadcast(mine, [owner for _, owner in wanted])
-            found = {}
-            for (tensor, _), grad in zip(wanted, given, strict=True):
-                found[tensor] = found[tensor] + grad if tensor in found else grad
-        if found:
-            with _unfrozen(found):
-                torch.autograd.backward(list(found), list(found.values()))  # calls the hooks of the free tensors
+    def _crossed(self, totals: dict[_Weight, Tensor]) -> dict[Tensor, Tensor]:
+        """Return the gradients of free tensors from those of weights that this rank has built."""
+        targets = {tensor: self.stand_ins[tensor] for weight in totals for tensor in weight.trained}
+        edges, grads = self._gradients_of_batches(totals)
+        with full_precision(grads[0]):
+            found = torch.autograd.grad(edges, list(targets.values()), grads, materialize_grads=True)
+        return dict(zip(targets, found, strict=True))
 
     def forget(self) -> None:
         """Let go of the gradients: passes that were not differentiated hold on to what hands weights out."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trysquare.nn.parametrizations.base import Caching, Parametrization
@@ -149,6 +150,86 @@ def _products(part: Parametrization) -> int:
     return 2 * sum(tensor.numel() * min(tensor.shape[-2:]) for tensor in free) + composed
 
 
+class GatheredWeight(Protocol):
+    """A built weight, at which the gradients of passes have gathered."""
+
+    gathered: Tensor | None
+
+    @property
+    def free(self) -> Sequence[Tensor]:
+        """The free tensors that it was built from."""
+
+    @property
+    def trained(self) -> Sequence[Tensor]:
+        """Those of them that want a gradient."""
+
+    def total(self) -> Tensor:
+        """Return the sum of the gradients, which may be none."""
+
+
+W = TypeVar("W", bound=GatheredWeight)
+
+
+def average_gradients(
+    ranks: Ranks,
+    model: nn.Module,
+    shared: Mapping[W, int],
+    owner_only: bool,
+    crossed: Callable[[dict[W, Tensor]], dict[Tensor, Tensor]],
+) -> dict[Tensor, Tensor]:
+    """Average the gradients of a model over all ranks, those of free tensors by way of the owner of their weight.
+
+    Args:
+        ranks: the processes.
+        model: whose parameters are meant.
+        shared: the owner of each weight whose construction is shared.
+        owner_only: whether gradients of free tensors stay with the owner.
+        crossed: takes mean gradients of weights that this rank has built to their free tensors.
+
+    Returns:
+        The mean gradients that are still to be added to the free tensors.
+
+    Raises:
+        RuntimeError: with ``owner_only``, if free tensors have gradients on ranks that do not own them.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        return {}
+    owners = {tensor: owner for weight, owner in shared.items() for tensor in weight.free}
+    wrapped = isinstance(model, DistributedDataParallel)
+    # Of free tensors, what compiled parts have found, and what was there before, which is equal on all ranks.
+    others = [p for p in parameters if not wrapped and not (owner_only and p in owners)]
+    astray = owner_only and any(tensor.grad is not None and owner != ranks.rank for tensor, owner in owners.items())
+    flags = [astray, *(w.gathered is not None for w in shared), *(p.grad is not None for p in others)]
+    astray, *flags = ranks.any(flags, parameters[0].device)
+    if astray:
+        raise RuntimeError(
+            "with owner_only=True free tensors have gradients on ranks that do not own them: from an earlier step "
+            "(call optimizer.zero_grad() before the block), or from compiled parts of the model, which build their "
+            "weights by themselves"
+        )
+    used = iter(flags)
+    pairs = [(weight, owner) for weight, owner in shared.items() if next(used)]
+    means = [parameter for parameter in others if next(used)]
+    for parameter in means:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    ranks.average([parameter.grad for parameter in means if parameter.grad is not None])
+
+    sums = ranks.reduce([weight.total() for weight, _ in pairs], [owner for _, owner in pairs])
+    own = {w: total.div_(ranks.size) for (w, owner), total in zip(pairs, sums, strict=True) if owner == ranks.rank}
+    found = crossed(own) if own else {}
+    if owner_only:
+        return found
+    wanted = list(dict.fromkeys((tensor, owner) for weight, owner in pairs for tensor in weight.trained))
+    mine = [found[tensor] if owner == ranks.rank else tensor.detach() for tensor, owner in wanted]
+    given = ranks.broadcast(mine, [owner for _, owner in wanted])
+    found = {}
+    for (tensor, _), grad in zip(wanted, given, strict=True):
+        found[tensor] = found[tensor] + grad if tensor in found else grad
+    return found
+
+
 class Elsewhere:
     """In the place of a parametrization's block: its free tensors are up to date at their owner only.
 
@@ -194,6 +275,25 @@ class Elsewhere:
         """Take this off."""
         self._on_saving.remove()
         part.block = None
+
+
+def refuse_other_owners(parts: Iterable[Caching], owners: Mapping[Parametrization, int], owner_only: bool) -> None:
+    """Refuse a context whose owners are not those with whom an earlier one has left the free tensors.
+
+    Raises:
+        RuntimeError: if so.
+        ValueError: with ``owner_only``, if a free tensor belongs to several parametrizations.
+    """
+    for part in parts:
+        place = part.block
+        if isinstance(place, Elsewhere):
+            owner = owners.get(part) if isinstance(part, Parametrization) else None
+            if owner != place.owner or not owner_only:
+                place.refuse()
+    owner_of: dict[Tensor, int] = {}
+    for part, owner in owners.items() if owner_only else ():
+        if any(owner_of.setdefault(tensor, owner) != owner for tensor in part.slots.values()):
+            raise ValueError("owner_only=True needs free tensors that belong to one parametrization each")
 
 
 @torch.no_grad()
