@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim.optimizer import ParamsT
 
 from trysquare.nn.geometry import positive
+from trysquare.nn.linalg.precision import full_precision
 from trysquare.nn.linalg.unitary import distance_from_unitary, low_rank_factors, polish, rotate
 
 _POLISH_EVERY = 100
@@ -130,7 +131,8 @@ class ProjUNN(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    with full_precision(parameter):
+                        self._update(parameter, group)
         return loss
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
@@ -172,7 +174,8 @@ def _check_orthogonal(parameter: Tensor) -> None:
         raise ValueError(
             f"ProjUNN moves square matrices, got a parameter of shape {shape}; give the others to another optimizer"
         )
-    missed = distance_from_unitary(parameter.detach())
+    with full_precision(parameter):
+        missed = distance_from_unitary(parameter.detach())
     if not missed < _START_TOLERANCE:
         raise ValueError(
             f"a parameter of shape {shape} is not orthogonal: U* U - I has entries up to {missed:.2g}; start from "

@@ -215,6 +215,23 @@ def test_compiled_gradients_under_autocast():
 
 
 @pytest.mark.parametrize("user", USERS)
+def test_steps_along_the_orthogonal_group_have_full_precision(user):
+    matrix = nn.Parameter(nn.init.orthogonal_(torch.empty(6, 6)))
+    USERS[user]()
+    before = state()
+    with Looking() as looking, torch.autocast("cpu", torch.bfloat16):
+        optimizer = ts.ProjUNN([matrix], lr=0.1, rank=2)
+        for _ in range(101):
+            matrix.grad = torch.randn(6, 6)
+            optimizer.step()
+    assert looking.products > 500
+    assert looking.wrong == [] or not is_reduced("cpu")  # "allow_tf32" is a switch of other devices only
+    matrix = matrix.detach()
+    assert float((matrix.double() @ matrix.double().T - torch.eye(6)).abs().max()) < 1e-5
+    assert state() == before
+
+
+@pytest.mark.parametrize("user", USERS)
 def test_switches_are_the_users_own_again(user):
     layer = ts.OrthoConv2d(8, 8, 3)
     torch.manual_seed(0)
