@@ -268,6 +268,9 @@ class _Block:
         shared = {self.weights[part.cache, None]: owner for part, owner in self.owners.items()}
         for weight in self.weights.values():
             weight.check()
+        for part in self.parts:
+            if isinstance(part, Parametrization):
+                part.refuse_writes()
         met = [weight for weight in self.weights.values() if weight.gathered is not None and weight not in shared]
         if met and self.ranks is not None and not self.differentiable:
             raise RuntimeError(
@@ -328,7 +331,8 @@ class _Weight:
     def __init__(
         self, block: _Block, exact: Tensor, slots: Slots, names: Sequence[str], build: Callable[[], Tensor]
     ) -> None:
-        self.block, self.exact, self.shape, self.build = block, exact, exact.shape, build
+        # `.data` counts writes by itself: one into this weight is none into the others of its batch.
+        self.block, self.exact, self.shape, self.build = block, exact.data, exact.shape, build
         self.sources = Sources(slots, names)
         self.free = self.sources.tensors
         self.trains = [tensor.requires_grad for tensor in self.free]

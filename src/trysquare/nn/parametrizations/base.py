@@ -524,25 +524,27 @@ class ParametrizedWeight(nn.Module):
         twin.train(self.training)
 
     def _current_weight(self) -> Tensor:
-        """``self.weight`` for a pass, without torch's detour over the parametrization where the cache has it."""
+        """``self.weight`` for a pass, without torch's detour over the parametrization where a block or cache has it."""
         if torch.compiler.is_compiling() or torch_internals.jit_trace() is not None:
             return self.weight
-        if not torch.is_grad_enabled() and not self._writes.found() and self._cache.fresh() and self._is_as_made():
+        part = self._made_by()
+        if part is not None and not torch.is_grad_enabled() and not self._writes.found() and self._cache.fresh():
             assert self._cache.weight is not None
             return self._cache.weight
         self._writes.inside = True
         try:
-            return self.weight
+            return self.weight if part is None or part.block is None else part(*part.slots.values())
         finally:
             self._writes.inside = False
 
-    def _is_as_made(self) -> bool:
-        """Whether the weight is ours: nobody has taken our parametrization off, or added another one after it."""
+    def _made_by(self) -> Parametrization | None:
+        """Return what makes the weight, unless somebody has taken it off or added another parametrization after it."""
         held = self._modules.get("parametrizations")
         chain = None if held is None else held._modules.get("weight")
         if chain is None or len(chain._modules) != 1:
-            return False
-        return getattr(chain._modules["0"], "cache", None) is self._cache
+            return None
+        part = chain._modules["0"]
+        return part if isinstance(part, Parametrization) and part.cache is self._cache else None
 
     def used_weight(self) -> Tensor:
         """Return the weight that a forward pass uses, with the casts of autocast."""
