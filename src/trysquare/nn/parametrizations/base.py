@@ -6,6 +6,7 @@ how its free tensors stay well conditioned, and the layer that has such a weight
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
 from itertools import count
@@ -584,14 +585,23 @@ class ParametrizedWeight(nn.Module):
             NotImplementedError: for a plan of tensor parallelism, which takes free tensors for parts of the weight.
         """
         if name.startswith("parametrizations."):
-            raise NotImplementedError(
-                f"{self._get_name()} cannot be split by a plan of tensor parallelism: every row of its weight depends "
-                "on all of its free tensors; use fully_shard, or ts.built(model, group), which share its construction"
-            )
+            self._refuse_plan()
         if param is not None and parametrize.is_parametrized(self, name):
             setattr(self, name, param.detach())
         else:
             super().register_parameter(name, param)
+
+    def _refuse_plan(self) -> None:
+        raise NotImplementedError(
+            f"{self._get_name()} cannot be split by a plan of tensor parallelism: every row of its weight depends "
+            "on all of its free tensors; use fully_shard, or ts.built(model, group), which share its construction"
+        )
+
+    def _plan_applied(self) -> bool:
+        """Refuse a plan before it splits the weight; others who ask are told that there is none."""
+        if sys._getframe(1).f_code.co_name == torch_internals.PLANNER:
+            self._refuse_plan()
+        return False
 
     def project_(self, weight: Tensor, starts: int = 1, steps: int = 100) -> float:
         """Set the weight to the nearest one that the layer can have, in the Frobenius norm.
@@ -654,6 +664,9 @@ class ParametrizedWeight(nn.Module):
     def __repr__(self) -> str:
         """Return geometry and method in one line."""
         return f"{self._get_name()}({self.extra_repr()})"
+
+
+setattr(ParametrizedWeight, torch_internals.PLAN_APPLIED, property(ParametrizedWeight._plan_applied))
 
 
 def _parametrized(cls: type[nn.Module], names: Sequence[str]) -> nn.Module:
