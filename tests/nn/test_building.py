@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import trysquare as ts
@@ -747,3 +748,14 @@ def test_autocast_and_switches(monkeypatch):
 def test_what_is_no_module_is_refused():
     with pytest.raises(TypeError, match=r"torch.nn.Module, not list"), ts.built([1]):
         pass
+
+
+@pytest.mark.parametrize("method", ts.METHODS)
+def test_tensors_without_numbers(method):
+    with FakeTensorMode():
+        model = nn.Sequential(*(ts.OrthoConv2d(4, 4, 3, method=method) for _ in range(2)))
+        images = torch.randn(2, 4, 6, 6)
+        model(images).sum().backward()
+        with ts.built(model):
+            model(images).sum().backward()
+    assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())

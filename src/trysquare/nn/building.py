@@ -242,7 +242,7 @@ class _Block:
                 self.batches.append((get_gradient_edge(made), [weight]))
             weight.check()
             if not _wanted(free):
-                return weight.exact.detach()
+                return weight.exact.data
             if [tensor.requires_grad for tensor in free] != weight.trains:
                 return build()  # some are frozen for this pass only, whose gradients go their own way
             return weight.handed
@@ -331,8 +331,7 @@ class _Weight:
     def __init__(
         self, block: _Block, exact: Tensor, slots: Slots, names: Sequence[str], build: Callable[[], Tensor]
     ) -> None:
-        # `.data` counts writes by itself: one into this weight is none into the others of its batch.
-        self.block, self.exact, self.shape, self.build = block, exact.data, exact.shape, build
+        self.block, self.exact, self.shape, self.build = block, exact, exact.shape, build
         self.sources = Sources(slots, names)
         self.free = self.sources.tensors
         self.trains = [tensor.requires_grad for tensor in self.free]
@@ -422,7 +421,7 @@ class _HandOut(torch.autograd.Function):
     def forward(ctx: Any, weight: _Weight, anchor: Tensor, *free: Tensor) -> Tensor:
         ctx.weight = weight
         ctx.set_materialize_grads(False)
-        return weight.exact.detach()
+        return weight.exact.data  # which counts writes by itself: one is none into the others of its batch
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
