@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks import measure
 from benchmarks.overhead import ratios
 
 import trysquare as ts
+from benchmarks import measure
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
