@@ -85,7 +85,7 @@ def test_refusals():
         ts.init.orthogonal_(torch.empty(8, 8), groups=2)
     with pytest.raises(ValueError, match="stride=2"):
         ts.init.orthogonal_(torch.empty(8, 8), stride=2)
-    with pytest.raises(ValueError, match="must be a torch.Generator, not int"):
+    with pytest.raises(ValueError, match="generator must be"):
         ts.init.orthogonal_(torch.empty(8, 8), generator=3)
     with pytest.raises(ValueError, match="gain=inf"):
         ts.init.orthogonal_(torch.empty(8, 8), gain=float("inf"))

@@ -594,8 +594,8 @@ class ParametrizedWeight(nn.Module):
     def project_(self, weight: Tensor, starts: int = 1, steps: int = 100) -> float:
         """Set the weight to the nearest one that the layer can have, in the Frobenius norm.
 
-        Of matrices that is exactly the polar factor (``cayley`` and ``exponential``, which make rotations only, come near
-        to the nearest of these); of kernels, the best that descent on the free tensors finds, which
+        Of matrices that is exactly the polar factor (``cayley`` and ``exponential``, which make rotations only, come
+        near to the nearest of these); of kernels, the best that descent on the free tensors finds, which
         starts from the projectors that lose least (methods without such a start from random tensors). The nearest
         orthogonal weight does not depend on the scale of ``weight``.
 
