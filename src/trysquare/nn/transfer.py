@@ -193,7 +193,7 @@ class _State:
         kernel = kernel.transpose(1, 2) if n < m else kernel
         return kernel[:, :n, :m].flatten(0, 1), None
 
-    def _require_sizes(self, path: str, layer: Any) -> None:
+    def _require_sizes(self, path: str, layer: ParametrizedWeight) -> None:
         """Refuse free tensors that are too large to be those of such a layer, before they take memory and time.
 
         Raises:
@@ -202,8 +202,8 @@ class _State:
         most = math.prod(layer.parametrization.weight_shape)
         if isinstance(layer, OrthogonalConvolution):
             made = layer.geometry
-            widest = max(made.group_in * math.prod(layer.stride), made.group_out)
-            most = max(most, 2 * made.groups * math.prod(layer.kernel_size) * widest**2)
+            widest = max(made.group_in * math.prod(made.stride), made.group_out)
+            most = max(most, 2 * made.groups * math.prod(made.kernel_size) * widest**2)
         for name, value in self._tensors.items():
             if name.startswith(f"{path}parametrizations.") and not 1 <= value.numel() <= most:
                 raise ValueError(f"{name} has {value.numel()} numbers, and at most {most} make the weight of {layer}")

@@ -349,18 +349,21 @@ def _read_sweep(folder: Path, content: Mapping[str, Any]) -> Sweep:
     numbers = {name: convert(content[name], float, name) for name in ("budget", "radius")}
     if not 0 < numbers["budget"] <= _LONGEST_BUDGET or not _evaluates_at(recipe, numbers["radius"]):
         raise ValueError(f"{shown(numbers)} must be a time above 0 and a radius at which the recipe evaluates")
-    trials = [Trial(**as_mapping(trial, "a trial")) for trial in content["trials"]]
-    if not 1 <= len(trials) <= _MOST_COMBINATIONS:
-        raise ValueError(f"it has {len(trials)} combinations, and a sweep from 1 to {_MOST_COMBINATIONS}")
-    for number, trial in enumerate(trials, 1):
-        if type(trial.number) is not int or trial.number != number:
-            raise ValueError(f"combination {number} has the number {shown(trial.number)}")
-        resolve(recipe.to_mapping(), as_mapping(trial.values, "values"))
-        trial.speed = convert(trial.speed, float, "speed")
-        trial.rounds = [_read_round(found) for found in trial.rounds]
-        if not 0 <= trial.speed < math.inf:
-            raise ValueError(f"speed={trial.speed} must be a number from 0 on")
+    if not 1 <= len(content["trials"]) <= _MOST_COMBINATIONS:
+        raise ValueError(f"it has {len(content['trials'])} combinations, and a sweep from 1 to {_MOST_COMBINATIONS}")
+    trials = [_read_trial(recipe, number, trial) for number, trial in enumerate(content["trials"], 1)]
     return Sweep(folder, recipe, **numbers, trials=trials)
+
+
+def _read_trial(recipe: Recipe, number: int, content: object) -> Trial:
+    found = as_mapping(content, "a trial")
+    if convert(found["number"], int, "number") != number:
+        raise ValueError(f"combination {number} has the number {shown(found['number'])}")
+    values, speed = as_mapping(found["values"], "values"), convert(found["speed"], float, "speed")
+    resolve(recipe.to_mapping(), values)
+    if not 0 <= speed < math.inf or not isinstance(found["rounds"], list):
+        raise ValueError(f"speed={speed} must be a number from 0 on, and rounds={shown(found['rounds'])} a list")
+    return Trial(number, values, speed, [_read_round(each) for each in found["rounds"]])
 
 
 def _read_round(content: object) -> dict[str, float | None]:
