@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trysquare import torch_internals
 from trysquare.nn.geometry import positive
+from trysquare.nn.linalg.checks import require_dense
 from trysquare.nn.linalg.operator import checked_weight
 from trysquare.nn.linalg.precision import (
     as_autocast,
@@ -381,10 +382,10 @@ class Parametrization(Caching, ABC):
 
     def project_(self, weight: Tensor, starts: int = 1, steps: int = 100) -> float:
         """Set the free tensors to those whose weight is nearest to ``weight``; see ``ParametrizedWeight.project_``."""
-        free = list(self.slots.values())
-        nearest, distance = nearest_free_tensors(weight, self, [tensor.detach() for tensor in free], starts, steps)
-        self.writes.forget()
-        with torch.no_grad():
+        free = [require_dense("the free tensor", tensor, meta=False) for tensor in self.slots.values()]
+        with torch.inference_mode(False), torch.no_grad():
+            nearest, distance = nearest_free_tensors(weight, self, [tensor.detach() for tensor in free], starts, steps)
+            self.writes.forget()
             for tensor, new in zip(free, nearest, strict=True):
                 tensor.copy_(new)
         return distance
@@ -401,7 +402,8 @@ class Parametrization(Caching, ABC):
         if not self.slots:
             dtype = at_least_float32(weight.dtype)
             return [weight.new_empty(shape, dtype=dtype) for shape in self.free_shapes]
-        return free_tensors_for(weight, self, [tensor.detach() for tensor in self.slots.values()])
+        with torch.inference_mode(False), torch.no_grad():
+            return free_tensors_for(weight, self, [tensor.detach() for tensor in self.slots.values()])
 
 
 def plainly_laid_out(weight: Tensor) -> Tensor:
