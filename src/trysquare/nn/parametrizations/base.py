@@ -6,6 +6,7 @@ how its free tensors stay well conditioned, and the layer that has such a weight
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
 from itertools import count
@@ -526,25 +527,27 @@ class ParametrizedWeight(nn.Module):
         twin.train(self.training)
 
     def _current_weight(self) -> Tensor:
-        """``self.weight`` for a pass, without torch's detour over the parametrization where the cache has it."""
+        """``self.weight`` for a pass, without torch's detour over the parametrization where a block or cache has it."""
         if torch.compiler.is_compiling() or torch_internals.jit_trace() is not None:
             return self.weight
-        if not torch.is_grad_enabled() and not self._writes.found() and self._cache.fresh() and self._is_as_made():
+        part = self._made_by()
+        if part is not None and not torch.is_grad_enabled() and not self._writes.found() and self._cache.fresh():
             assert self._cache.weight is not None
             return self._cache.weight
         self._writes.inside = True
         try:
-            return self.weight
+            return self.weight if part is None or part.block is None else part(*part.slots.values())
         finally:
             self._writes.inside = False
 
-    def _is_as_made(self) -> bool:
-        """Whether the weight is ours: nobody has taken our parametrization off, or added another one after it."""
+    def _made_by(self) -> Parametrization | None:
+        """Return what makes the weight, unless somebody has taken it off or added another parametrization after it."""
         held = self._modules.get("parametrizations")
         chain = None if held is None else held._modules.get("weight")
         if chain is None or len(chain._modules) != 1:
-            return False
-        return getattr(chain._modules["0"], "cache", None) is self._cache
+            return None
+        part = chain._modules["0"]
+        return part if isinstance(part, Parametrization) and part.cache is self._cache else None
 
     def used_weight(self) -> Tensor:
         """Return the weight that a forward pass uses, with the casts of autocast."""
@@ -584,14 +587,23 @@ class ParametrizedWeight(nn.Module):
             NotImplementedError: for a plan of tensor parallelism, which takes free tensors for parts of the weight.
         """
         if name.startswith("parametrizations."):
-            raise NotImplementedError(
-                f"{self._get_name()} cannot be split by a plan of tensor parallelism: every row of its weight depends "
-                "on all of its free tensors; use fully_shard, or ts.built(model, group), which share its construction"
-            )
+            self._refuse_plan()
         if param is not None and parametrize.is_parametrized(self, name):
             setattr(self, name, param.detach())
         else:
             super().register_parameter(name, param)
+
+    def _refuse_plan(self) -> None:
+        raise NotImplementedError(
+            f"{self._get_name()} cannot be split by a plan of tensor parallelism: every row of its weight depends "
+            "on all of its free tensors; use fully_shard, or ts.built(model, group), which share its construction"
+        )
+
+    def _plan_applied(self) -> bool:
+        """Refuse a plan before it splits the weight; others who ask are told that there is none."""
+        if sys._getframe(1).f_code.co_name == torch_internals.PLANNER:
+            self._refuse_plan()
+        return False
 
     def project_(self, weight: Tensor, starts: int = 1, steps: int = 100) -> float:
         """Set the weight to the nearest one that the layer can have, in the Frobenius norm.
@@ -655,6 +667,9 @@ class ParametrizedWeight(nn.Module):
     def __repr__(self) -> str:
         """Return geometry and method in one line."""
         return f"{self._get_name()}({self.extra_repr()})"
+
+
+setattr(ParametrizedWeight, torch_internals.PLAN_APPLIED, property(ParametrizedWeight._plan_applied))
 
 
 def _parametrized(cls: type[nn.Module], names: Sequence[str]) -> nn.Module:
