@@ -187,6 +187,8 @@ BETWEEN = {
     "below zero": (lambda m, x: 1 / (x.clamp_max(1) - 3), 0.25),
     "log10": (lambda m, x: (x.sigmoid() + 1).log10(), 0.25 / math.log(10)),
     "exp2": (lambda m, x: torch.exp2(3 * x.softmax(1)), 12 * math.log(2)),
+    "exponent": (lambda m, x: 3.0 ** x.clamp(-1, 2), 9 * math.log(3)),
+    "exponents": (lambda m, x: torch.tensor([0.5, 1, 0.1, 2]).to(x) ** x.tanh(), 10 * math.log(10)),
 }  # fmt: skip
 
 
@@ -206,6 +208,7 @@ def test_slopes_between_the_numbers_that_a_function_gets(name):
         lambda m, x: torch.cat([x.abs() + 1, m.zero.expand(len(x), 1)], 1).log(), lambda m, x: (x.abs() - 1e-9).sqrt(),
         lambda m, x: (x.tanh() + 1) ** 0.5, lambda m, x: x.relu().exp(), lambda m, x: (x.clamp(-1, 2) + 1) ** -1,
         lambda m, x: torch.pow(x.clamp(1, 2), x), lambda m, x: 2**x, lambda m, x: (x.sin() + 1 - 1e-12).rsqrt(),
+        lambda m, x: (-2.0) ** x.tanh(), lambda m, x: 0.0 ** x.sigmoid(),
     ],
 )  # fmt: skip
 def test_where_a_slope_has_no_bound_it_is_refused(function):
@@ -236,6 +239,9 @@ def test_what_has_no_rule_says_so():
         "finite": lambda m, x: x * math.inf,
         "zero": lambda m, x: x / 0,
         "integers": lambda m, x: x.scatter_add(1, x.argsort(1), x),
+        "gates and states": lambda m, x: torch.lstm_cell(x, (x, x), torch.ones(16, 4), torch.ones(16, 4))[0],
+        "tokens": lambda m, x: F.embedding_bag(x, m.w),
+        "first axis of inputs and outputs": lambda m, x: (x, torch.ones(3)),
     }
     for message, function in refused.items():
         with pytest.raises(ValueError, match=message):
