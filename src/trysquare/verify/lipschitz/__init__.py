@@ -212,7 +212,8 @@ def _refuse_other_sizes(model: nn.Module, found: Analysis, graph: Graph) -> None
     if not math.isclose(other, found.bound, rel_tol=1e-6):
         raise NoRuleError(
             f"{class_name(model)} has a Lipschitz bound of {other:.6g} in batches of {graph.batch} and of "
-            f"{found.bound:.6g} in batches of {found.graph.batch}: what it computes depends on the size of the batch"
+            f"{found.bound:.6g} in batches of {found.graph.batch}: what it computes depends on the size of the "
+            "batch, or changes from pass to pass"
         )
 
 

@@ -183,6 +183,7 @@ def _rises(node: Node) -> bool:
 
 _slope("relu hardtanh relu6", 1.0, monotone=_rises)
 _slope("abs", 1.0, isometric=True)
+_slope("tanhshrink", 1.0)  # found among calls (``patterns``)
 _slope("tanh atan asinh log_sigmoid_forward softshrink", 1.0, monotone=_rises, rounding=_function_rounding)
 _slope("sin cos", 1.0, rounding=_function_rounding)
 _slope("sigmoid", 0.25, monotone=_rises, rounding=_function_rounding)
@@ -324,7 +325,8 @@ def split_of_terms(node: Node, terms: list[tuple[Value, float]]) -> list[float]:
 
 
 def _product_rounding(args: Arguments, out: list[Tensor]) -> float:
-    return 2 * UNIT_ROUNDOFF * size_of(out[0]) + math.sqrt(out[0].numel()) * _TINY
+    """Return one rounding of the result, and for a softsign one of the divisor."""
+    return 4 * UNIT_ROUNDOFF * size_of(out[0]) + math.sqrt(out[0].numel()) * _TINY
 
 
 _SCALING = "a scaling by up to {bound}: part of the constant"
@@ -359,6 +361,15 @@ def divide(node: Node, given: list[Tensor]) -> Weights:
     if bool((sizes == 0).any()):
         raise ValueError("a constant divisor has a zero: the network is not Lipschitz")
     return [_spread(node.args["self"], scaled(given[0], 1 / sizes * _UP))]
+
+
+@_on("softsign", remark=_STEEP, attained=True)
+def softsign(node: Node, given: list[Tensor]) -> Weights:
+    """``x / (c + |x|)`` has the derivative ``c / (c + |x|)²``."""
+    constant = signed_readings(node.args["constant"], node.dtype).amin(0)
+    if not bool((constant > 0).all()):
+        raise NoRuleError("its divisor can be 0")
+    return [_spread(node.args["self"], scaled(given[0], 1 / constant * _UP))]
 
 
 def _inverse(number: float) -> float:
