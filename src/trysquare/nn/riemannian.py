@@ -16,9 +16,10 @@ from trysquare.nn.linalg.stiefel import retract, skew_gradient, tangent, turn
 from trysquare.nn.linalg.unitary import polish
 
 # Steps from one removal of drift to the next.
-_POLISH_EVERY = 8
-# Largest entry of ``X Xᵀ - I`` that a parameter may start with, and go on with after loading without being made better.
-_START_TOLERANCE, _KNOWN_TOLERANCE = 1e-3, 1e-5
+_POLISH_EVERY = 4
+# Largest entry of ``X Xᵀ - I`` that a parameter may start with; and of one that is orthonormal, in units of rounding.
+_START_TOLERANCE = 1e-3
+_ROUNDINGS = 200.0
 # Matrices with more rows are not worth copying together on a processor.
 _LARGEST_IN_A_BATCH = 128
 
@@ -58,8 +59,8 @@ class RiemannianAdam(torch.optim.Optimizer):
     The gradient is projected to the tangent space, its moments are those of Adam, and the step follows a short
     polynomial that is orthonormal to rounding (``linalg/stiefel.py``). Moments of square matrices are those of skew
     matrices, which mean the same everywhere; those of rectangular ones are projected to where the parameter is now. A
-    step turns no direction by more than half a radian: a longer one is shortened, on the device. Every 8 steps (every
-    one in float64) drift is removed. Nothing is factorised, and the host never waits for a value.
+    step turns no direction by more than 0.4 radians: a longer one is shortened, on the device. Every 4 steps (every one
+    in float64) drift is removed. Nothing is factorised, and the host never waits for a value.
 
     Parameters are orthonormal in rows or, if they are tall, in columns, with any axes for batches in front. Groups with
     ``orthonormal=False`` are for all other parameters of a model, which get AdamW; ``ts.parameter_groups`` says which
@@ -118,7 +119,7 @@ class RiemannianAdam(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             for parameter in group["params"] if group["orthonormal"] else ():
-                if _distance(parameter) < _KNOWN_TOLERANCE:
+                if _distance(parameter) < _ROUNDINGS * torch.finfo(parameter.dtype).eps:
                     mark(parameter)
 
     @torch.no_grad()
@@ -144,13 +145,19 @@ class RiemannianAdam(torch.optim.Optimizer):
             if parameter.grad is None:
                 continue
             state = self.state[parameter]
-            if not state:
+            if "mean" not in state:
                 shape = parameter.mT.shape if orthonormal and _is_tall(parameter) else parameter.shape
                 moment = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
                 state |= {"step": 0, "mean": moment, "square_mean": moment.clone()}
             state["step"] += 1
-            alone = parameter.device.type == "cpu" and parameter.ndim > 1 and min(parameter.shape[-2:]) > _LARGEST_IN_A_BATCH
-            found[parameter.shape, parameter.dtype, parameter.device, state["step"], id(parameter) * alone].append(parameter)
+            alone = (
+                parameter.device.type == "cpu"
+                and parameter.ndim > 1
+                and min(parameter.shape[-2:]) > _LARGEST_IN_A_BATCH
+            )
+            found[parameter.shape, parameter.dtype, parameter.device, state["step"], id(parameter) * alone].append(
+                parameter
+            )
         return list(found.values())
 
     def _update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
@@ -183,7 +190,9 @@ def _direction(gradient: Tensor, states: Sequence[dict[str, Any]], step: int, gr
     """Update the moments by a gradient, and return the direction against which Adam steps."""
     first, second = group["betas"]
     mean = _together([state["mean"] for state in states]).lerp(gradient, 1 - first)
-    square = _together([state["square_mean"] for state in states]).mul(second).addcmul_(gradient, gradient, value=1 - second)
+    square = (
+        _together([state["square_mean"] for state in states]).mul(second).addcmul_(gradient, gradient, value=1 - second)
+    )
     for state, *moments in zip(states, _apart(mean, len(states)), _apart(square, len(states)), strict=True):
         for name, moment in zip(("mean", "square_mean"), moments, strict=True):
             state[name].copy_(moment)
@@ -239,7 +248,7 @@ def _begin(parameter: Tensor) -> None:
             f"a parameter of shape {shape} is not orthonormal: X Xᵀ - I has entries up to {missed:.2g}; start from "
             "nn.init.orthogonal_, or give ts.parameter_groups(model), which says which parameters are orthonormal"
         )
-    if missed > _KNOWN_TOLERANCE:
+    if missed > _ROUNDINGS * torch.finfo(parameter.dtype).eps:
         with full_precision(parameter):
             matrix = parameter.mT if _is_tall(parameter) else parameter
             matrix = polish(polish(matrix))

@@ -9,17 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trysquare.naming import require_known
 from trysquare.nn.geometry import flag, positive
 from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.layers.invertible import AffineInverse, Isometry
 from trysquare.nn.linalg.operator import LinearOperator
-from trysquare.nn.parametrizations import OrthonormalMatrix
+from trysquare.nn.parametrizations import ManifoldMatrix, OrthonormalMatrix
 from trysquare.nn.parametrizations.base import Device, ParametrizedWeight, check_dtype, factory_of
 from trysquare.nn.parametrizations.spectral import SpectralMatrix
 
 __all__ = ["OrthoLinear", "OrthoLinearTranspose", "SpectralLinear"]
 
 L = TypeVar("L", "OrthoLinear", "OrthoLinearTranspose")
+
+_METHODS = {"free": OrthonormalMatrix, "manifold": ManifoldMatrix}
 
 
 class ParametrizedLinear(ParametrizedWeight, nn.Linear):
@@ -46,14 +49,23 @@ class _Orthonormal(Isometry, ParametrizedWeight):
     in_features: int
     out_features: int
     orthogonalizer: str
+    method: str
 
-    def _orthonormalize(self, orthogonalizer: str) -> None:
+    def _orthonormalize(self, orthogonalizer: str, method: str) -> None:
         """Make the weight, which torch's constructor has made a parameter, an orthonormal matrix."""
-        self.orthogonalizer = orthogonalizer
-        self._parametrize_weight(OrthonormalMatrix(tuple(self.weight.shape), orthogonalizer, **factory_of(self.weight)))
+        if not isinstance(method, str) or method not in _METHODS:
+            require_known(method, _METHODS, "method")
+        if method == "manifold" and orthogonalizer != "cholesky":
+            raise ValueError(f"orthogonalizer={orthogonalizer!r} has no meaning for method='manifold'; leave it out")
+        self.orthogonalizer, self.method = orthogonalizer, method
+        made_by = _METHODS[method]
+        self._parametrize_weight(made_by(tuple(self.weight.shape), orthogonalizer, **factory_of(self.weight)))
 
     def _adjoint_as(self, kind: type[L]) -> L:
-        twin = kind(self.out_features, self.in_features, bias=False, device="meta", orthogonalizer=self.orthogonalizer)
+        twin = kind(
+            self.out_features, self.in_features, bias=False, device="meta",
+            orthogonalizer=self.orthogonalizer, method=self.method,
+        )  # fmt: skip
         self._lend_weight(twin)
         return twin
 
@@ -79,9 +91,8 @@ class _Orthonormal(Isometry, ParametrizedWeight):
         return self.adjoint() if self.bias is None else AffineInverse(self.adjoint(), self.bias, 0)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"orthogonalizer={self.orthogonalizer}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, " + (
+            "method=manifold" if self.method == "manifold" else f"orthogonalizer={self.orthogonalizer}"
         )
 
 
@@ -96,6 +107,8 @@ class OrthoLinear(_Orthonormal, ParametrizedLinear):
         dtype: dtype of the weight; free tensors are kept in float32 or float64.
         orthogonalizer: how the free matrix is made orthonormal (see
             ``linalg.orthogonalize``).
+        method: ``"free"``, a free matrix that is made orthonormal; or ``"manifold"``, the orthonormal matrix itself,
+            for ``ts.optim.RiemannianAdam``.
 
     >>> layer = OrthoLinear(512, 10)
     >>> bool(torch.allclose(layer.weight @ layer.weight.T, torch.eye(10), atol=1e-5))
@@ -111,11 +124,12 @@ class OrthoLinear(_Orthonormal, ParametrizedLinear):
         dtype: torch.dtype | None = None,
         *,
         orthogonalizer: str = "cholesky",
+        method: str = "free",
     ) -> None:
         in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
         check_dtype(dtype)
         super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
-        self._orthonormalize(orthogonalizer)
+        self._orthonormalize(orthogonalizer, method)
 
     def adjoint(self) -> OrthoLinearTranspose:
         return self._adjoint_as(OrthoLinearTranspose)
@@ -173,6 +187,7 @@ class OrthoLinearTranspose(_Orthonormal, nn.Module):
         device: device of the parameters.
         dtype: dtype of the weight; free tensors are kept in float32 or float64.
         orthogonalizer: how the free matrix is made orthonormal.
+        method: ``"free"`` or ``"manifold"``.
 
     >>> layer, x = OrthoLinear(8, 3, bias=False), torch.randn(2, 3)
     >>> torch.allclose(layer(layer.adjoint()(x)), x, atol=1e-5)  # rows are orthonormal
@@ -188,6 +203,7 @@ class OrthoLinearTranspose(_Orthonormal, nn.Module):
         dtype: torch.dtype | None = None,
         *,
         orthogonalizer: str = "cholesky",
+        method: str = "free",
     ) -> None:
         super().__init__()
         self.in_features = positive("in_features", in_features)
@@ -196,7 +212,7 @@ class OrthoLinearTranspose(_Orthonormal, nn.Module):
         self.weight = nn.Parameter(torch.empty(self.in_features, self.out_features, device=device, dtype=dtype))
         like = factory_of(self.weight)
         self.bias = nn.Parameter(torch.empty(self.out_features, **like)) if flag("bias", bias) else None
-        self._orthonormalize(orthogonalizer)
+        self._orthonormalize(orthogonalizer, method)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -(self.in_features**-0.5), self.in_features**-0.5)
 

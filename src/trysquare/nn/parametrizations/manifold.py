@@ -1,8 +1,8 @@
 """Weights whose free tensors are orthonormal matrices themselves: a training pass orthonormalises nothing.
 
 A chain of projectors is ``M₀ E(z) M₁ E(w) M₂ …``, where ``E(z) = diag(I, z I)`` shifts the last channels by a tap, and
-the ``M`` are orthogonal (``[N, I - N] = Qᵀ E(z) Q`` for a projector ``N`` onto the first rows of ``Q``). Matrices of two
-blocks commute with ``E``. By the decomposition ``M = diag(U₁, U₂) R(θ) diag(V₁, V₂)`` into blocks and a rotation of
+the ``M`` are orthogonal (``[N, I - N] = Qᵀ E(z) Q`` for a projector ``N`` onto the first rows of ``Q``). Matrices of
+two blocks commute with ``E``. By the decomposition ``M = diag(U₁, U₂) R(θ) diag(V₁, V₂)`` into blocks and a rotation of
 pairs of channels (the CS decomposition), every other ``M`` can therefore be a rotation ``R(θ)`` whose blocks belong to
 its neighbours. For 3 x 3 that leaves three orthogonal matrices and two vectors of angles, which have the dimension of
 AOC's matrix and four projectors, and reach the same kernels. Products: 4 half taps of the matrix in the middle, 12 of
@@ -48,7 +48,9 @@ class _OnManifold(Parametrization):
     def _are_known(self, free: Sequence[Tensor]) -> bool:
         """Whether these are the free tensors of this layer, and those of them that are matrices orthonormal."""
         slots = list(self.slots.values())[: self.orthonormal_count]
-        return bool(slots) and all(is_known(slot) and _is_same(slot, tensor) for slot, tensor in zip(slots, free, strict=False))
+        return bool(slots) and all(
+            is_known(slot) and _is_same(slot, tensor) for slot, tensor in zip(slots, free, strict=False)
+        )
 
     def _uses_as_they_are(self, free: Sequence[Tensor]) -> bool:
         """Whether the matrices are used as they are: where they are known, and somebody will train them."""
@@ -66,10 +68,10 @@ class _OnManifold(Parametrization):
             return [apply_function(_as_it_is, matrix) for matrix in matrices]
         return [_CHOLESKY.apply(matrix) for matrix in matrices]
 
-    def reconditioned(self, *free: Tensor) -> Sequence[Tensor]:
+    def reconditioned(self, *free: Tensor) -> list[Tensor]:
         """Return well conditioned free tensors that give the same weight, which orthonormal ones are."""
         if self._are_known(free):
-            return free
+            return list(free)
         count = self.orthonormal_count
         return [*(_CHOLESKY.reconditioned(matrix) for matrix in free[:count]), *free[count:]]
 
@@ -115,7 +117,7 @@ class Manifold(_OnManifold, AOC):
         super().__init__(geometry, orthogonalizer_name, **options)
         axes = self.geometry.frame_axes
         self._axes = () if self.geometry.frames_shape is None else axes
-        # Of the matrices 0, 1, ..., one more than there are shifts, those in odd places are rotations, but not the last.
+        # Of the matrices, one more than there are shifts, those in odd places are rotations, except for the last one.
         self._middle = tuple(range(2, len(self._axes), 2))
         self._rotations = tuple(range(1, len(self._axes), 2))
 
@@ -192,7 +194,9 @@ class Manifold(_OnManifold, AOC):
             if place in angles:
                 above, below = _rotated(above, below, angles[place], axis)
             elif place:
-                inner = _shifted_sum(_product(squares[place][..., :h], above), _product(squares[place][..., h:], below), axis)
+                inner = _shifted_sum(
+                    _product(squares[place][..., :h], above), _product(squares[place][..., h:], below), axis
+                )
                 above, below = inner[:, :h], inner[:, h:]
         groups, *reach, rows, _ = first.shape
         left = first.reshape(groups, -1, first.shape[-1])  # (g, reach * rows, c)
@@ -235,7 +239,9 @@ class Manifold(_OnManifold, AOC):
     def describe_inner(self) -> str:
         if not self._axes:
             return "on the manifold"
-        return f"{len(self._middle) + 1} matrices and {len(self._rotations)} rotations of {self.geometry.frame_rank} pairs"
+        return (
+            f"{len(self._middle) + 1} matrices and {len(self._rotations)} rotations of {self.geometry.frame_rank} pairs"
+        )
 
 
 def cs_decomposition(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
