@@ -83,4 +83,4 @@ def liresnet(
         layers += [same if factor == 1 else Amplified(same, factor=factor), *activation(width, centering)]
     patches = width * (height // 8) * (columns // 8)
     layers += [convolution(strided, (width, width), 4, 4, padding_mode), nn.Flatten()]
-    return Body([*layers, *dense([patches, *[dense_width] * (dense_layers + 1)])], dense_width)
+    return Body([*layers, *dense([patches, *[dense_width] * (dense_layers + 1)], conv)], dense_width)

@@ -137,7 +137,7 @@ def _stack(
         layers += [*_convolutions(channels, step, strided, conv, mode), *activation(step.width, centering)]
         channels = step.width
     features = channels * (height // stride) * (width // stride)
-    layers += [nn.Flatten(), *dense([features, *sizes])]
+    layers += [nn.Flatten(), *dense([features, *sizes], conv)]
     return Body(layers, sizes[-1] if sizes else features)
 
 

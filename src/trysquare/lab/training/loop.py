@@ -24,7 +24,7 @@ from trysquare.lab.models import Classifier, build
 from trysquare.lab.training.distribution import World, joined
 from trysquare.lab.training.recipe import MARGINS, Recipe
 from trysquare.lab.training.run import Run, evaluated_split, load_images, load_run, starting
-from trysquare.lab.training.step import OPTIMIZERS, Gradients, takes_head
+from trysquare.lab.training.step import OPTIMIZERS, Gradients, takes_head, trained_by
 from trysquare.naming import shown
 from trysquare.nn.losses import Loss, make_loss, margin_for_radius
 from trysquare.nn.parametrizations.base import continue_from, steps_taken
@@ -203,9 +203,8 @@ class Training:
         self._require_loss_of(classes)
         self.margin = MARGINS.get(recipe.loss.name, "radius")  # the attribute that holds it
         self.final_margin = None if settings.radius_start is None else float(getattr(self.loss, self.margin))
-        self.stepper = OPTIMIZERS[recipe.optimizer.name](
-            self.model.parameters(), self.steps, **recipe.optimizer.options
-        )
+        trained = trained_by(recipe.optimizer.name, self.model)
+        self.stepper = OPTIMIZERS[recipe.optimizer.name](trained, self.steps, **recipe.optimizer.options)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.gradients = Gradients(self.model, self.loss, settings.accumulate, settings.precision, world.group)
 

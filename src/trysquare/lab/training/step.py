@@ -18,7 +18,7 @@ from trysquare.lab.models import Classifier
 from trysquare.naming import pick
 from trysquare.nn.building import built
 from trysquare.nn.losses import Loss
-from trysquare.nn.optim import Lookahead, MovingAverage
+from trysquare.nn.optim import Lookahead, MovingAverage, RiemannianAdam, parameter_groups
 
 
 def takes_head(loss: Loss) -> bool:
@@ -188,8 +188,20 @@ def schedule_free_sgd(
     )
 
 
-def _adam(kind: type[torch.optim.AdamW] | type[torch.optim.NAdam]) -> Callable[..., Stepper]:
-    """Return the maker of one of torch's optimizers of this family, which have the same options."""
+def _riemannian_adam(parameters: Iterable[Any], **options: Any) -> RiemannianAdam:
+    """Take the groups of ``parameter_groups``, or parameters of which none is orthonormal."""
+    groups = list(parameters)
+    if groups and not isinstance(groups[0], dict):
+        groups = [{"params": groups, "orthonormal": False}]
+    plain = [
+        {**group, "weight_decay": options["weight_decay"]} if group.get("name") == "decayed" else group
+        for group in groups
+    ]
+    return RiemannianAdam(plain, **options)
+
+
+def _adam(kind: Callable[..., Optimizer]) -> Callable[..., Stepper]:
+    """Return the maker of one of the optimizers of this family, which have the same options."""
 
     def make(
         parameters: Iterable[nn.Parameter],
@@ -258,6 +270,12 @@ OPTIMIZERS: dict[str, Callable[..., Stepper]] = {
     "schedule-free-sgd": schedule_free_sgd,
     "adamw": _adam(torch.optim.AdamW),
     "nadam": _adam(torch.optim.NAdam),
+    "riemannian-adam": _adam(_riemannian_adam),
     "sgd": sgd,
 }
 """Called with the parameters, the number of steps of the whole training, and options."""
+
+
+def trained_by(name: str, model: nn.Module) -> Iterable[Any]:
+    """Return the parameters of a model for an optimizer of this name, in groups if it wants to know which is which."""
+    return parameter_groups(model) if name == "riemannian-adam" else model.parameters()
