@@ -69,6 +69,26 @@ class Gradients:
         return self.loss(logits, labels, **options), (logits.detach().argmax(1) == labels).sum().float()
 
 
+def clip_layers(model: nn.Module, largest: float) -> None:
+    """Scale the gradient of each layer, its free tensors and bias together, to a norm of at most ``largest``.
+
+    >>> from trysquare.lab.training.step import clip_layers
+    >>> model = nn.Sequential(nn.Linear(4, 4), OrthoLinear(4, 2))
+    >>> (100 * model(torch.ones(1, 4))).sum().backward()
+    >>> clip_layers(model, 1.0)
+    >>> norms = [float(torch.cat([p.grad.flatten() for p in layer.parameters()]).norm()) for layer in model]
+    >>> all(abs(norm - 1) < 1e-3 for norm in norms)
+    True
+    """
+    layers: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            owner = f".{name}".rpartition(".")[0].partition(".parametrizations.")[0]
+            layers.setdefault(owner, []).append(parameter)
+    for parameters in layers.values():
+        nn.utils.clip_grad_norm_(parameters, largest)
+
+
 def _half_wave(share: float) -> float:
     """From 0 at 0 to 1 at 1."""
     return 0.5 * (1 - math.cos(math.pi * max(share, 0.0)))
