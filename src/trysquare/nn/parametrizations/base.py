@@ -34,6 +34,7 @@ from trysquare.nn.linalg.precision import (
 from trysquare.nn.parametrizations.assignment import free_tensors_for
 from trysquare.nn.parametrizations.projection import nearest_free_tensors
 from trysquare.nn.parametrizations.writes import WriteGuard
+from trysquare.nn.riemannian import RiemannianAdam, forget
 
 Slots = Mapping[str, nn.Parameter | None]
 """Where a module holds its parameters: ``module._parameters``."""
@@ -225,6 +226,11 @@ class Parametrization(Caching, ABC):
         return 0.0
 
     @property
+    def orthonormal_count(self) -> int:
+        """How many free tensors, from the first on, are orthonormal matrices that ``RiemannianAdam`` keeps so."""
+        return 0
+
+    @property
     @abstractmethod
     def free_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the free tensors."""
@@ -353,8 +359,8 @@ class Parametrization(Caching, ABC):
             return
         whole = [gathered(tensor) for tensor in free]
         with full_precision(whole[0]):
-            for tensor, better in zip(free, self.reconditioned(*whole), strict=True):
-                if id(tensor) in trained and tensor.requires_grad:
+            for tensor, present, better in zip(free, whole, self.reconditioned(*whole), strict=True):
+                if better is not present and id(tensor) in trained and tensor.requires_grad:
                     tensor.copy_(spread_like(better, tensor))
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -460,6 +466,9 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     trained = {id(tensor): place for place, tensor in enumerate(tensors)}
     _stepped.update(dict.fromkeys(trained, _step))
+    if not isinstance(optimizer, RiemannianAdam):  # some write without a trace
+        for tensor in tensors:
+            forget(tensor)
     if any(hasattr(tensor, "full_tensor") for tensor in tensors):
         _sharded_step = _step
     steps = _steps_of[optimizer] = _steps_of.get(optimizer, 0) + 1
