@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from trysquare import torch_internals
 from trysquare.naming import shown
 from trysquare.nn.geometry import Sizes, flag, number, positive
-from trysquare.nn.layers.traceable import Traceable, is_symbol
+from trysquare.nn.layers.traceable import Traceable
 from trysquare.nn.linalg.lattice import ROUND_UP
 from trysquare.nn.linalg.operator import checked_weight
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.linalg.sorting import max_min
-from trysquare.nn.parametrizations.base import Device
+from trysquare.nn.parametrizations.base import Device, factory_for
 
 __all__ = ["Abs", "FullSort", "GroupSort", "Householder", "MaxMin", "NActivation", "SoftHuber"]
 
@@ -63,7 +63,7 @@ class MaxMin(Traceable, nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Sort pairs."""
-        if is_symbol(input):
+        if isinstance(input, fx.Proxy):
             return self.plain_forward(input)
         axis = _after(self.dim)
         pairs = _grouped(input, 2, self.dim)
@@ -104,7 +104,7 @@ class GroupSort(Traceable, nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Sort groups."""
-        if is_symbol(input):
+        if isinstance(input, fx.Proxy):
             return self.plain_forward(input)
         axis = _after(self.dim)
         groups = _grouped(input, self.group_size, self.dim)
@@ -166,7 +166,7 @@ class Abs(Traceable, nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Absolute value."""
-        if is_symbol(input):
+        if isinstance(input, fx.Proxy):
             return self.plain_forward(input)
         if self.share == 1:
             return _absolute(input)
@@ -273,7 +273,7 @@ class Householder(Traceable, nn.Module):
         if positive("order", order) > 2:
             raise ValueError(f"order={order} must be 1 or 2")
         self.channels, self.order, self.dim = channels, order, dim
-        self.theta = nn.Parameter(torch.empty(2 * order - 1, channels // 2, device=device, dtype=dtype))
+        self.theta = nn.Parameter(torch.empty(2 * order - 1, channels // 2, **factory_for(device, dtype)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -284,7 +284,7 @@ class Householder(Traceable, nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Fold each pair of channels."""
-        if is_symbol(input):
+        if isinstance(input, fx.Proxy):
             return self.plain_forward(input)
         if input.shape[self.dim] != self.channels:
             raise ValueError(f"input has {input.shape[self.dim]} channels on axis {self.dim}, not {self.channels}")
@@ -394,7 +394,7 @@ class NActivation(Traceable, nn.Module):
         if not low <= high:
             raise ValueError(f"low={low} must not be above high={high}")
         self.channels, self.start, self.dim = positive("channels", channels), (low, high), dim
-        self.kinks = nn.Parameter(torch.empty(2, self.channels, device=device, dtype=dtype))
+        self.kinks = nn.Parameter(torch.empty(2, self.channels, **factory_for(device, dtype)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -405,7 +405,7 @@ class NActivation(Traceable, nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Reflect the values between the kinks."""
-        if is_symbol(input):
+        if isinstance(input, fx.Proxy):
             return self.plain_forward(input)
         if input.shape[self.dim] != self.channels:
             raise ValueError(f"input has {input.shape[self.dim]} channels on axis {self.dim}, not {self.channels}")

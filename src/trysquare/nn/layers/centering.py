@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trysquare.nn.geometry import flag, number, positive
 from trysquare.nn.layers.traceable import Traceable, shifted
 from trysquare.nn.linalg.precision import Context, at_least_float32
-from trysquare.nn.parametrizations.base import Device
+from trysquare.nn.parametrizations.base import Device, factory_for
 
 __all__ = ["BatchCentering", "BatchLipNorm", "LayerCentering"]
 
@@ -83,8 +83,9 @@ class BatchCentering(Traceable, nn.Module):
         super().__init__()
         positive("num_features", num_features)
         self.num_features, self.momentum, self.process_group = num_features, momentum, process_group
-        self.bias = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if flag("bias", bias) else None
-        self.register_buffer("running_mean", torch.zeros(num_features, device=device, dtype=dtype))
+        factory = factory_for(device, dtype)
+        self.bias = nn.Parameter(torch.zeros(num_features, **factory)) if flag("bias", bias) else None
+        self.register_buffer("running_mean", torch.zeros(num_features, **factory))
         self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long, device=device))
 
     def reset_parameters(self) -> None:
@@ -175,7 +176,7 @@ class BatchLipNorm(BatchCentering):
         self.eps = number("eps", eps)
         if not 0 < self.eps < float("inf"):
             raise ValueError(f"eps={eps} must be positive and finite")
-        self.register_buffer("running_square", torch.ones(num_features, device=device, dtype=dtype))
+        self.register_buffer("running_square", torch.ones(num_features, **factory_for(device, dtype)))
 
     def reset_parameters(self) -> None:
         """Forget the running means and the bias."""
@@ -228,7 +229,8 @@ class LayerCentering(Traceable, nn.Module):
         super().__init__()
         positive("num_features", num_features)
         self.num_features, self.per_channel = num_features, flag("per_channel", per_channel)
-        self.bias = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if flag("bias", bias) else None
+        with_bias = flag("bias", bias)
+        self.bias = nn.Parameter(torch.zeros(num_features, **factory_for(device, dtype))) if with_bias else None
 
     def reset_parameters(self) -> None:
         """Forget the bias."""

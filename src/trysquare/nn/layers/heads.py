@@ -7,7 +7,6 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import flag, positive
 from trysquare.nn.layers.linear import ParametrizedLinear
 from trysquare.nn.linalg.margins import least_radius
 from trysquare.nn.linalg.rescaling import unit_rows
@@ -23,10 +22,6 @@ class UnitRows(Parametrization):
     def __init__(self, shape: tuple[int, int], **factory: Unpack[Factory]) -> None:
         super().__init__(**factory)
         self.shape = shape
-
-    @property
-    def free_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return (self.shape,)
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
@@ -94,8 +89,7 @@ class UnitNormLinear(ParametrizedLinear):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
-        super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
+        super().__init__(in_features, out_features, bias, device, dtype)
         self._parametrize_weight(UnitRows((out_features, in_features), **factory_of(self.weight)))
 
     def pairwise_norms(self) -> Tensor:

@@ -14,7 +14,7 @@ from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.layers.invertible import AffineInverse, Isometry
 from trysquare.nn.linalg.operator import LinearOperator
 from trysquare.nn.parametrizations import OrthonormalMatrix
-from trysquare.nn.parametrizations.base import Device, ParametrizedWeight, check_dtype, factory_of
+from trysquare.nn.parametrizations.base import Device, ParametrizedWeight, check_dtype, factory_for, factory_of
 from trysquare.nn.parametrizations.spectral import SpectralMatrix
 
 __all__ = ["OrthoLinear", "OrthoLinearTranspose", "SpectralLinear"]
@@ -26,6 +26,13 @@ class ParametrizedLinear(ParametrizedWeight, nn.Linear):
     """An ``nn.Linear`` with a parametrized weight, whatever that is."""
 
     _product: ClassVar[Convolution] = Convolution()
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, device: Device, dtype: torch.dtype | None
+    ) -> None:
+        check_dtype(dtype)
+        in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
+        super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Return ``input @ weight.T + bias``."""
@@ -112,9 +119,7 @@ class OrthoLinear(_Orthonormal, ParametrizedLinear):
         *,
         orthogonalizer: str = "cholesky",
     ) -> None:
-        in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
-        check_dtype(dtype)
-        super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
+        super().__init__(in_features, out_features, bias, device, dtype)
         self._orthonormalize(orthogonalizer)
 
     def adjoint(self) -> OrthoLinearTranspose:
@@ -150,9 +155,7 @@ class SpectralLinear(ParametrizedLinear):
         *,
         steps: int = 4,
     ) -> None:
-        in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
-        check_dtype(dtype)
-        super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
+        super().__init__(in_features, out_features, bias, device, dtype)
         self.steps = steps
         self._parametrize_weight(SpectralMatrix((out_features, in_features), steps=steps, **factory_of(self.weight)))
 
@@ -192,10 +195,9 @@ class OrthoLinearTranspose(_Orthonormal, nn.Module):
         super().__init__()
         self.in_features = positive("in_features", in_features)
         self.out_features = positive("out_features", out_features)
-        check_dtype(dtype)
-        self.weight = nn.Parameter(torch.empty(self.in_features, self.out_features, device=device, dtype=dtype))
-        like = factory_of(self.weight)
-        self.bias = nn.Parameter(torch.empty(self.out_features, **like)) if flag("bias", bias) else None
+        factory = factory_for(device, dtype)
+        self.weight = nn.Parameter(torch.empty(self.in_features, self.out_features, **factory))
+        self.bias = nn.Parameter(torch.empty(self.out_features, **factory)) if flag("bias", bias) else None
         self._orthonormalize(orthogonalizer)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -(self.in_features**-0.5), self.in_features**-0.5)

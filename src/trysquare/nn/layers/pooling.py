@@ -7,8 +7,9 @@ not amplify. Where windows overlap, an input is read by up to ``overlap`` of the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -42,8 +43,8 @@ __all__ = [
 ]
 
 
-_AVERAGE: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
-_MAX: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_AVERAGE: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+_MAX: dict[int, Callable[..., Tensor]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 
 class EuclideanNorm(Traceable, nn.Module):
@@ -100,7 +101,7 @@ class _SumPool(_Pool):
 class _ScaledAvgPool(_SumPool):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Scaled mean of each window."""
-        mean: Tensor = _AVERAGE[self.dims](input, self.kernel_size, self.stride, self.padding)
+        mean = _AVERAGE[self.dims](input, self.kernel_size, self.stride, self.padding)
         return mean * (prod(self.kernel_size) / self.overlap) ** 0.5
 
     plain_forward = forward
@@ -131,7 +132,7 @@ class _L2NormPool(_SumPool):
 class _LipschitzMaxPool(_Pool):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Maximum of each window, scaled where windows overlap."""
-        pooled: Tensor = _MAX[self.dims](input, self.kernel_size, self.stride, self.padding, self.dilation)
+        pooled = _MAX[self.dims](input, self.kernel_size, self.stride, self.padding, self.dilation)
         return pooled if self.overlap == 1 else pooled * self.overlap**-0.5
 
     plain_forward = forward

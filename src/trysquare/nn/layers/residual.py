@@ -14,7 +14,7 @@ from trysquare.nn.layers.activations import with_slopes_in_unit_interval
 from trysquare.nn.layers.pooling import EuclideanNorm
 from trysquare.nn.layers.traceable import Traceable
 from trysquare.nn.linalg.precision import at_least_float32
-from trysquare.nn.parametrizations.base import Device
+from trysquare.nn.parametrizations.base import Device, factory_for
 
 __all__ = ["AdjointResidual", "ConcatResidual", "ConvexResidual", "L2Residual", "LearnableResidual"]
 
@@ -72,8 +72,9 @@ class LearnableResidual(_Residual):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(branch, shortcut)
-        self.scale = nn.Parameter(torch.tensor(number("scale", scale), device=device, dtype=dtype))
-        one = torch.ones((), device=device, dtype=dtype)
+        factory = factory_for(device, dtype)
+        self.scale = nn.Parameter(torch.tensor(number("scale", scale), **factory))
+        one = torch.ones((), **factory)
         if flag("learnable_skip", learnable_skip):
             self.skip_scale = nn.Parameter(one)
         else:
@@ -130,7 +131,7 @@ class ConvexResidual(_Residual):
         super().__init__(branch, shortcut)
         if not 0 < number("weight", weight) < 1:
             raise ValueError(f"weight={weight} must be between 0 and 1, both excluded")
-        self.logit = nn.Parameter(torch.tensor(math.log(weight / (1 - weight)), device=device, dtype=dtype))
+        self.logit = nn.Parameter(torch.tensor(math.log(weight / (1 - weight)), **factory_for(device, dtype)))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Convex combination of skip and branch."""
@@ -201,7 +202,7 @@ class L2Residual(_Residual):
     ) -> None:
         super().__init__(branch, shortcut)
         self.norm = EuclideanNorm(1)
-        self.angle = nn.Parameter(torch.tensor(number("angle", angle), device=device, dtype=dtype))
+        self.angle = nn.Parameter(torch.tensor(number("angle", angle), **factory_for(device, dtype)))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Return the norm of skip and branch, entry by entry."""

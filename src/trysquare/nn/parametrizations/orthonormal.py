@@ -27,13 +27,7 @@ class OrthonormalMatrix(Parametrization):
         return True
 
     @property
-    def free_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """One free matrix, of the shape of the weight."""
-        return (self.shape,)
-
-    @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
         return self.shape
 
     def draw(self) -> list[Tensor]:

@@ -69,10 +69,6 @@ class NormContraction(Contraction):
         super().__init__(shape, groups, **factory)
         (self.steps,) = per_axis("steps", steps, 1, least=0)
 
-    @property
-    def free_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return (self.shape,)
-
     def draw(self) -> list[Tensor]:
         """Return a normal kernel."""
         return [self._draw_kernel()]
@@ -125,10 +121,6 @@ class Spectral(KernelMethod):
     def alike(self) -> None:
         """Nothing: kernels are divided one by one."""
         return None
-
-    @property
-    def free_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return (self.weight_shape,)
 
     def draw(self) -> list[Tensor]:
         """Return a kernel that is orthonormal in some middle taps, with a little noise."""
