@@ -62,7 +62,6 @@ class MaxMin(Traceable, nn.Module):
         self.dim, self.halves = dim, flag("halves", halves)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Sort pairs."""
         if isinstance(input, fx.Proxy):
             return self.plain_forward(input)
         axis = _after(self.dim)
@@ -71,7 +70,6 @@ class MaxMin(Traceable, nn.Module):
         return ordered.flatten(*_merged(axis))
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Sort pairs."""
         axis = _after(self.dim) - self.halves
         pairs = input.unflatten(self.dim, (2, -1) if self.halves else (-1, 2))
         first, second = pairs.select(axis, 0), pairs.select(axis, 1)
@@ -103,7 +101,6 @@ class GroupSort(Traceable, nn.Module):
         self.group_size, self.dim = positive("group_size", group_size), dim
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Sort groups."""
         if isinstance(input, fx.Proxy):
             return self.plain_forward(input)
         axis = _after(self.dim)
@@ -111,7 +108,6 @@ class GroupSort(Traceable, nn.Module):
         return groups.sort(axis, descending=True).values.flatten(*_merged(axis))
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Sort groups."""
         axis = _after(self.dim)
         groups = input.unflatten(self.dim, (-1, self.group_size))
         return torch.sort(groups, dim=axis, descending=True)[0].flatten(*_merged(axis))
@@ -135,7 +131,6 @@ class FullSort(Traceable, nn.Module):
         self.dim = dim
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Sort channels."""
         return torch.sort(input, dim=self.dim, descending=True)[0]
 
     plain_forward = forward
@@ -165,7 +160,6 @@ class Abs(Traceable, nn.Module):
         self.share = float(share)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Absolute value."""
         if isinstance(input, fx.Proxy):
             return self.plain_forward(input)
         if self.share == 1:
@@ -177,7 +171,6 @@ class Abs(Traceable, nn.Module):
         return torch.cat([_absolute(first), rest], dim=1)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Absolute value."""
         if self.share == 1:
             return input.abs()
         size = math.floor(self.share * input.shape[1])
@@ -211,11 +204,9 @@ class SoftHuber(Traceable, nn.Module):
             raise ValueError(f"delta={delta} must be positive and finite")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Hypotenuse less one side."""
         return torch.hypot(input, input.new_full((), self.delta)) - self.delta
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Hypotenuse less one side."""
         return ((input / self.delta).square() + 1).sqrt() * self.delta - self.delta
 
     def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
@@ -283,7 +274,6 @@ class Householder(Traceable, nn.Module):
             self.theta[0] = -1.5 * math.pi
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Fold each pair of channels."""
         if isinstance(input, fx.Proxy):
             return self.plain_forward(input)
         if input.shape[self.dim] != self.channels:
@@ -299,7 +289,6 @@ class Householder(Traceable, nn.Module):
         return torch.stack(folded, axis).flatten(*_merged(axis))
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Fold each pair of channels."""
         pairs = input.transpose(self.dim, -1).unflatten(-1, (-1, 2))
         first, second = pairs.select(-1, 0), pairs.select(-1, 1)
         if self.order == 1:
@@ -404,7 +393,6 @@ class NActivation(Traceable, nn.Module):
                 kink.fill_(value)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Reflect the values between the kinks."""
         if isinstance(input, fx.Proxy):
             return self.plain_forward(input)
         if input.shape[self.dim] != self.channels:
@@ -415,7 +403,6 @@ class NActivation(Traceable, nn.Module):
         return input - 2 * torch.clamp(input, torch.minimum(first, second), torch.maximum(first, second))
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Reflect the values between the kinks."""
         x, first, second = input.transpose(self.dim, -1), self.kinks[0], self.kinks[1]
         reflected = x - 2 * torch.clamp(x, torch.minimum(first, second), torch.maximum(first, second))
         return reflected.transpose(self.dim, -1)

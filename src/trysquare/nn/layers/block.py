@@ -197,7 +197,6 @@ class Sum(Traceable, nn.Module):
         self.second = second
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Add the two."""
         total: Tensor = self.first(input) + self.second(input)
         return total
 

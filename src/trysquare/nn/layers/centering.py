@@ -95,7 +95,6 @@ class BatchCentering(Traceable, nn.Module):
                 nn.init.zeros_(tensor)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Subtract the mean of each channel, add the bias."""
         self._check(input)
         if self.training:
             mean = self._batch_mean(input)
@@ -110,7 +109,6 @@ class BatchCentering(Traceable, nn.Module):
             raise ValueError(f"input of shape {tuple(x.shape)} must be (batch, {self.num_features}, ...)")
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Take off the running mean of each channel, add the bias."""
         return shifted(shifted(input, -self.running_mean), self.bias)
 
     def _batch_mean(self, x: Tensor) -> Tensor:
@@ -184,7 +182,6 @@ class BatchLipNorm(BatchCentering):
         nn.init.ones_(self.running_square)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Subtract the mean of each channel, divide by the largest deviation, add the bias."""
         self._check(input)
         if not self.training:
             return self.plain_forward(input)
@@ -196,7 +193,6 @@ class BatchLipNorm(BatchCentering):
         return scaled if self.bias is None else scaled + per_channel(self.bias, input)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Do so with the running means."""
         factor = (self.running_square.max() + self.eps).rsqrt()
         return shifted(shifted(input, -self.running_mean) * factor, self.bias)
 
@@ -238,7 +234,6 @@ class LayerCentering(Traceable, nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Subtract the mean of each sample, add the bias."""
         if input.ndim < 2 or input.shape[1] != self.num_features:
             raise ValueError(f"input of shape {tuple(input.shape)} must be (batch, {self.num_features}, ...)")
         if self.per_channel and input.ndim < 3:
@@ -252,7 +247,6 @@ class LayerCentering(Traceable, nn.Module):
         return centred if self.bias is None else centred + per_channel(self.bias, input)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Take off the mean of each sample, add the bias."""
         flat = input.flatten(2 if self.per_channel else 1)
         return shifted((flat - flat.mean(-1, keepdim=True)).view_as(input), self.bias)
 

@@ -32,7 +32,6 @@ class UnitRows(Parametrization):
         return [unit_rows(torch.randn(self.shape, dtype=torch.float64))]
 
     def build(self, *free: Tensor) -> Tensor:
-        """Normalise the rows."""
         return unit_rows(free[0])
 
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
@@ -45,7 +44,6 @@ class UnitRows(Parametrization):
         return True
 
     def refuse_unreachable(self, weight: Tensor) -> None:
-        """Refuse rows whose norm is not 1."""
         norms = weight.norm(dim=1)
         if bool(((norms - 1).abs() > 0.01).any()):
             raise ValueError(
@@ -54,7 +52,6 @@ class UnitRows(Parametrization):
             )
 
     def solve(self, weight: Tensor) -> list[Tensor]:
-        """Return the weight itself."""
         return [weight]
 
     def extra_repr(self) -> str:

@@ -63,7 +63,6 @@ class EuclideanNorm(Traceable, nn.Module):
         return euclidean(vectors.to(at_least_float32(vectors.dtype)), self.dim)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Norm of each vector."""
         return torch.linalg.vector_norm(input, dim=self.dim)
 
     def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
@@ -100,7 +99,6 @@ class _SumPool(_Pool):
 
 class _ScaledAvgPool(_SumPool):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Scaled mean of each window."""
         mean = _AVERAGE[self.dims](input, self.kernel_size, self.stride, self.padding)
         return mean * (prod(self.kernel_size) / self.overlap) ** 0.5
 
@@ -113,7 +111,6 @@ class _L2NormPool(_SumPool):
         self.norm = EuclideanNorm()
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Return the norm of each window, scaled where windows overlap."""
         pads = [pad for amount in reversed(self.padding) for pad in (amount, amount)]
         windows = F.pad(input, pads)
         for axis, (size, stride) in enumerate(zip(self.kernel_size, self.stride, strict=True)):
@@ -122,7 +119,6 @@ class _L2NormPool(_SumPool):
         return norms.to(input.dtype)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Norm of each window, scaled where windows overlap."""
         windows = F.pad(input, [pad for amount in reversed(self.padding) for pad in (amount, amount)])
         for size, stride in zip(self.kernel_size, self.stride, strict=True):
             windows = windows.unfold(-self.dims, size, stride)  # the axis of the positions inside goes to the end
@@ -131,7 +127,6 @@ class _L2NormPool(_SumPool):
 
 class _LipschitzMaxPool(_Pool):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Maximum of each window, scaled where windows overlap."""
         pooled = _MAX[self.dims](input, self.kernel_size, self.stride, self.padding, self.dilation)
         return pooled if self.overlap == 1 else pooled * self.overlap**-0.5
 
@@ -241,7 +236,6 @@ class _GlobalPool(Traceable, nn.Module):
         return pooled[(..., *(None,) * (input.ndim - 2))] if self.keepdim else pooled
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Pool ``(batch, channels, *sizes)`` to ``(batch, channels, 1, ...)``."""
         pooled = self._pool(input.flatten(2))
         return pooled.reshape(input.shape[:2] + (input.ndim - 2) * (1,)) if self.keepdim else pooled
 
@@ -329,7 +323,6 @@ class _InvertibleDownsampling(_Resampling):
         return space_to_depth(input, self.factor)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Move one axis after the other."""
         x, channels = input, -self.dims - 1
         for axis, factor in enumerate(self.factor, start=-self.dims):
             x = x.unflatten(axis, (-1, factor)).movedim(axis, channels).flatten(channels - 1, channels)
@@ -343,7 +336,6 @@ class _InvertibleUpsampling(_Resampling):
         return depth_to_space(input, self.factor)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Move one axis after the other."""
         x, channels = input, -self.dims - 1
         for axis, factor in reversed(list(enumerate(self.factor, start=-self.dims))):
             x = x.unflatten(channels, (-1, factor)).movedim(channels, axis).flatten(axis - 1, axis)

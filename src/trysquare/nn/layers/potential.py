@@ -49,7 +49,6 @@ class _PotentialStep(Block):
         return weight, -2 * adjoint(weight, self._first.groups)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Take one step."""
         return input + self._branch(input, *self.kernels)
 
     @torch.no_grad()

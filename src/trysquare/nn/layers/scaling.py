@@ -57,14 +57,12 @@ class InputScaling(Traceable, nn.Module):
         self.register_buffer("std", torch.tensor(deviations, **factory))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Subtract the mean of each channel and divide by its deviation."""
         channels = max(len(self.mean), len(self.std))
         if input.ndim < 2 or channels not in (1, input.shape[1]):
             raise ValueError(f"input of shape {tuple(input.shape)} must be (batch, {channels}, ...)")
         return (input - per_channel(self.mean, input)) / per_channel(self.std, input)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Take off the mean of each channel and divide by its deviation."""
         return ((input.transpose(1, -1) - self.mean) / self.std).transpose(1, -1)
 
     def inverse(self) -> InputScaling:

@@ -49,7 +49,6 @@ class ChannelShift(Traceable, Isometry, nn.Module):
         self.share, self.back = float(share), flag("back", back)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Shift each group."""
         if not isinstance(input, fx.Proxy):
             if input.ndim != self.dims + 2:
                 raise ValueError(
@@ -61,7 +60,6 @@ class ChannelShift(Traceable, Isometry, nn.Module):
         return self.plain_forward(input)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Shift each group."""
         size = math.floor(self.share * input.shape[1])
         steps = [(axis, -step if self.back else step) for axis in range(2, self.dims + 2) for step in (1, -1)]
         parts = [
@@ -102,11 +100,9 @@ class Positions(Traceable, Isometry, nn.Module):
         self.bias = nn.Parameter(torch.zeros(sizes, **factory_for(device, dtype)))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Add the numbers."""
         return self.plain_forward(input) if isinstance(input, fx.Proxy) else input + self._fitting(input)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Add the numbers."""
         return input + self.bias
 
     def _fitting(self, x: Tensor) -> Tensor:
@@ -131,11 +127,9 @@ class _WithoutPositions(Traceable, Isometry, nn.Module):
         self.positions = positions
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Subtract the numbers."""
         return self.plain_forward(input) if isinstance(input, fx.Proxy) else input - self.positions._fitting(input)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Subtract the numbers."""
         return input - self.positions.bias
 
     def inverse(self) -> Positions:

@@ -74,7 +74,6 @@ class NormContraction(Contraction):
         return [self._draw_kernel()]
 
     def build(self, *free: Tensor) -> Tensor:
-        """Divide by the bound."""
         return _contracted(self._by_group(free[0]), self.steps, self.dims)
 
     def solve(self, weight: Tensor) -> list[Tensor]:
@@ -93,7 +92,6 @@ class SpectralMatrix(NormContraction):
         return [random_orthonormal(*self.shape)]
 
     def refuse_unreachable(self, weight: Tensor) -> None:
-        """Refuse a matrix that amplifies."""
         refuse_singular_values(torch.linalg.svdvals(weight), "this matrix amplifies", contraction=True)
 
 
@@ -127,7 +125,6 @@ class Spectral(KernelMethod):
         return [nearly_orthogonal(self.geometry).flatten(0, 1)]
 
     def build(self, *free: Tensor) -> Tensor:
-        """Divide by the bound."""
         return _contracted(free[0].unflatten(0, (self.geometry.groups, -1)), self.steps, free[0].ndim - 2)
 
     def solve(self, weight: Tensor) -> list[Tensor]:
@@ -135,7 +132,6 @@ class Spectral(KernelMethod):
         return [weight]
 
     def refuse_unreachable(self, weight: Tensor) -> None:
-        """Refuse a kernel that amplifies."""
         refuse_kernel(weight, self.geometry, contraction=True)
 
     def extra_repr(self) -> str:
