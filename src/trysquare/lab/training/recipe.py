@@ -366,7 +366,7 @@ _RANGES: dict[str, Range] = {
 }
 
 
-def yaml() -> Any:
+def yaml() -> types.ModuleType:
     """Return PyYAML, if it is installed."""
     try:
         import yaml as module

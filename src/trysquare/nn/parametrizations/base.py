@@ -232,13 +232,13 @@ class Parametrization(Caching, ABC):
 
     @property
     @abstractmethod
-    def free_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the free tensors."""
-
-    @property
-    @abstractmethod
     def weight_shape(self) -> tuple[int, ...]:
         """Shape of the weight."""
+
+    @property
+    def free_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the free tensors; by default there is one, of the shape of the weight."""
+        return (self.weight_shape,)
 
     @abstractmethod
     def draw(self) -> list[Tensor]:
@@ -736,3 +736,13 @@ class Factory(TypedDict):
 def factory_of(weight: Tensor) -> Factory:
     """``device`` and ``dtype`` of a tensor, as keyword arguments."""
     return {"device": weight.device, "dtype": weight.dtype}
+
+
+def factory_for(device: Device, dtype: torch.dtype | None) -> Factory:
+    """``device`` and ``dtype`` as keyword arguments, with torch's defaults filled in.
+
+    Raises:
+        ValueError: if ``dtype`` is given and is not a real floating point type.
+    """
+    check_dtype(dtype)
+    return factory_of(torch.empty(0, device=device, dtype=dtype))
