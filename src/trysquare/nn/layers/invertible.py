@@ -78,7 +78,6 @@ class AffineInverse(Isometry, nn.Module):
         self.dims = dims
 
     def forward(self, y: Tensor) -> Tensor:
-        """Subtract the bias, then apply the adjoint."""
         return self.adjoint(y - self.bias.view(-1, *(1,) * self.dims))
 
     def inverse(self) -> nn.Module:
@@ -157,7 +156,6 @@ class InvertibleSequential(nn.Sequential):
         return found
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Apply the layers one after the other."""
         return self._passed(input, volume=False)[0]
 
     def with_log_abs_det(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trysquare import torch_internals
 from trysquare.nn.geometry import positive
+from trysquare.nn.linalg.checks import require_dense
 from trysquare.nn.linalg.operator import checked_weight
 from trysquare.nn.linalg.precision import (
     as_autocast,
@@ -33,6 +34,7 @@ from trysquare.nn.linalg.precision import (
 from trysquare.nn.parametrizations.assignment import free_tensors_for
 from trysquare.nn.parametrizations.projection import nearest_free_tensors
 from trysquare.nn.parametrizations.writes import WriteGuard
+from trysquare.nn.riemannian import RiemannianAdam, forget
 
 Slots = Mapping[str, nn.Parameter | None]
 """Where a module holds its parameters: ``module._parameters``."""
@@ -224,14 +226,19 @@ class Parametrization(Caching, ABC):
         return 0.0
 
     @property
-    @abstractmethod
-    def free_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the free tensors."""
+    def orthonormal_count(self) -> int:
+        """How many free tensors, from the first on, are orthonormal matrices that ``RiemannianAdam`` keeps so."""
+        return 0
 
     @property
     @abstractmethod
     def weight_shape(self) -> tuple[int, ...]:
         """Shape of the weight."""
+
+    @property
+    def free_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the free tensors; by default there is one, of the shape of the weight."""
+        return (self.weight_shape,)
 
     @abstractmethod
     def draw(self) -> list[Tensor]:
@@ -352,8 +359,8 @@ class Parametrization(Caching, ABC):
             return
         whole = [gathered(tensor) for tensor in free]
         with full_precision(whole[0]):
-            for tensor, better in zip(free, self.reconditioned(*whole), strict=True):
-                if id(tensor) in trained and tensor.requires_grad:
+            for tensor, present, better in zip(free, whole, self.reconditioned(*whole), strict=True):
+                if better is not present and id(tensor) in trained and tensor.requires_grad:
                     tensor.copy_(spread_like(better, tensor))
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -382,10 +389,10 @@ class Parametrization(Caching, ABC):
 
     def project_(self, weight: Tensor, starts: int = 1, steps: int = 100) -> float:
         """Set the free tensors to those whose weight is nearest to ``weight``; see ``ParametrizedWeight.project_``."""
-        free = list(self.slots.values())
-        nearest, distance = nearest_free_tensors(weight, self, [tensor.detach() for tensor in free], starts, steps)
-        self.writes.forget()
-        with torch.no_grad():
+        free = [require_dense("the free tensor", tensor, meta=False) for tensor in self.slots.values()]
+        with torch.inference_mode(False), torch.no_grad():
+            nearest, distance = nearest_free_tensors(weight, self, [tensor.detach() for tensor in free], starts, steps)
+            self.writes.forget()
             for tensor, new in zip(free, nearest, strict=True):
                 tensor.copy_(new)
         return distance
@@ -402,7 +409,8 @@ class Parametrization(Caching, ABC):
         if not self.slots:
             dtype = at_least_float32(weight.dtype)
             return [weight.new_empty(shape, dtype=dtype) for shape in self.free_shapes]
-        return free_tensors_for(weight, self, [tensor.detach() for tensor in self.slots.values()])
+        with torch.inference_mode(False), torch.no_grad():
+            return free_tensors_for(weight, self, [tensor.detach() for tensor in self.slots.values()])
 
 
 def plainly_laid_out(weight: Tensor) -> Tensor:
@@ -458,6 +466,9 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     trained = {id(tensor): place for place, tensor in enumerate(tensors)}
     _stepped.update(dict.fromkeys(trained, _step))
+    if not isinstance(optimizer, RiemannianAdam):  # some write without a trace
+        for tensor in tensors:
+            forget(tensor)
     if any(hasattr(tensor, "full_tensor") for tensor in tensors):
         _sharded_step = _step
     steps = _steps_of[optimizer] = _steps_of.get(optimizer, 0) + 1
@@ -606,7 +617,8 @@ class ParametrizedWeight(nn.Module):
     def project_(self, weight: Tensor, starts: int = 1, steps: int = 100) -> float:
         """Set the weight to the nearest one that the layer can have, in the Frobenius norm.
 
-        Of matrices that is exactly the polar factor; of kernels, the best that descent on the free tensors finds, which
+        Of matrices that is exactly the polar factor (``cayley`` and ``exponential``, which make rotations only, come
+        near to the nearest of these); of kernels, the best that descent on the free tensors finds, which
         starts from the projectors that lose least (methods without such a start from random tensors). The nearest
         orthogonal weight does not depend on the scale of ``weight``.
 
@@ -724,3 +736,13 @@ class Factory(TypedDict):
 def factory_of(weight: Tensor) -> Factory:
     """``device`` and ``dtype`` of a tensor, as keyword arguments."""
     return {"device": weight.device, "dtype": weight.dtype}
+
+
+def factory_for(device: Device, dtype: torch.dtype | None) -> Factory:
+    """``device`` and ``dtype`` as keyword arguments, with torch's defaults filled in.
+
+    Raises:
+        ValueError: if ``dtype`` is given and is not a real floating point type.
+    """
+    check_dtype(dtype)
+    return factory_of(torch.empty(0, device=device, dtype=dtype))
