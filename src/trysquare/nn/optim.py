@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim.optimizer import ParamsT
 
-from trysquare.nn.geometry import positive
+from trysquare.nn.geometry import number, positive
 from trysquare.nn.linalg.precision import full_precision
 from trysquare.nn.linalg.unitary import distance_from_unitary, low_rank_factors, polish, rotate
 
@@ -156,10 +156,10 @@ class ProjUNN(torch.optim.Optimizer):
 
 
 def _check_options(lr: float, rank: int, alpha: float) -> None:
-    if not 0 <= lr < math.inf:
+    if not 0 <= number("lr", lr) < math.inf:
         raise ValueError(f"lr={lr!r} must be finite and not negative")
     positive("rank", rank)
-    if not 0 <= alpha < 1:
+    if not 0 <= number("alpha", alpha) < 1:
         raise ValueError(f"alpha={alpha!r} must be at least 0 and less than 1")
 
 
