@@ -157,7 +157,8 @@ NO_TENSORS = [None, 3, "a", [1.0], nn.Identity()]
 
 @pytest.mark.parametrize("wrong", NO_TENSORS, ids=lambda value: type(value).__name__)
 def test_inputs_that_are_no_tensors(wrong):
-    rnn, cell, chain = ts.OrthoRNN(4, 4), ts.OrthoRNNCell(4, 4), ts.InvertibleSequential(ts.OrthoLinear(4, 4))
+    rnn, cell = ts.OrthoRNN(4, 4, batch_first=True), ts.OrthoRNNCell(4, 4)
+    chain = ts.InvertibleSequential(ts.OrthoLinear(4, 4))
     for layer in (rnn, cell, ts.LastState(rnn), ts.Positions((4,)), chain, chain.inverse, chain.with_log_abs_det):
         if wrong is None and layer == chain.inverse:
             continue  # the inverse chain

@@ -83,6 +83,10 @@ def test_refusals():
         ts.init.orthogonal_(torch.empty(8, 8, dtype=torch.long))
     with pytest.raises(ValueError, match="groups=2"):
         ts.init.orthogonal_(torch.empty(8, 8), groups=2)
+    with pytest.raises(ValueError, match="stride=2"):
+        ts.init.orthogonal_(torch.empty(8, 8), stride=2)
+    with pytest.raises(ValueError, match="generator must be"):
+        ts.init.orthogonal_(torch.empty(8, 8), generator=3)
     with pytest.raises(ValueError, match="gain=inf"):
         ts.init.orthogonal_(torch.empty(8, 8), gain=float("inf"))
     with pytest.raises(ValueError, match="stride=0"):

@@ -29,6 +29,23 @@ def test_a_matrix_gets_its_polar_factor(shape, orthogonalizer):
     assert distance == pytest.approx(float((polar(wanted) - wanted).norm() / wanted.norm()), rel=1e-9)
 
 
+@pytest.mark.parametrize("orthogonalizer", ["cayley", "exponential"])
+@pytest.mark.parametrize("size", [6, 16])
+@pytest.mark.parametrize("seed", range(4))
+def test_where_only_rotations_are_reached_it_is_near_to_the_nearest(orthogonalizer, size, seed):
+    """Half of the matrices have a polar factor that is a reflection."""
+    torch.manual_seed(seed)
+    wanted = torch.randn(size, size, dtype=torch.float64)
+    layer = ts.OrthoLinear(size, size, dtype=torch.float64, orthogonalizer=orthogonalizer)
+    distance = layer.project_(wanted)
+    lengths, basis = torch.linalg.eigh(wanted @ wanted.mT)
+    signs = torch.ones(size, dtype=torch.float64)
+    signs[0] = torch.linalg.det(wanted).sign()  # of the smallest singular value
+    rotation = basis @ torch.diag(signs * lengths.rsqrt()) @ basis.mT @ wanted
+    assert distance == pytest.approx(float((layer.weight.detach() - wanted).norm() / wanted.norm()), rel=1e-9)
+    assert distance == pytest.approx(float((rotation - wanted).norm() / wanted.norm()), rel=1e-3)
+
+
 def test_strided_windows_and_1x1_kernels_are_matrices():
     torch.manual_seed(0)
     for numbers in ((8, 5, 1, 1), (3, 12, 2, 2), (4, 6, 2, 2), (5, 8, 1, 1)):

@@ -59,6 +59,8 @@ def orthogonal_(
         raise ValueError(
             "tensor must be of a real floating point type and have at least two axes, (out, in, *kernel_size)"
         )
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator must be a torch.Generator, not {type(generator).__name__}")
     gain = number("gain", gain)
     if not math.isfinite(gain):
         raise ValueError(f"gain={gain} must be finite")
@@ -73,8 +75,10 @@ def orthogonal_(
 def _drawn(tensor: Tensor, stride: Size, dilation: Size, groups: int) -> Tensor:
     out, of_group, *kernel_size = tensor.shape
     if not kernel_size:
-        if groups > 1:
-            raise ValueError(f"groups={groups} has no meaning for a matrix {tuple(tensor.shape)}")
+        if (stride, dilation, groups) != (1, 1, 1):
+            raise ValueError(
+                f"stride={stride}, dilation={dilation} and groups={groups} must be 1 for a matrix {tuple(tensor.shape)}"
+            )
         return random_orthonormal(out, of_group)
     dims = len(kernel_size)
     sizes = tuple(kernel_size), per_axis("stride", stride, dims), per_axis("dilation", dilation, dims)

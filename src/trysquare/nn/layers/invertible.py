@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 
 from trysquare import torch_internals
 from trysquare.nn.geometry import flag
 from trysquare.nn.layers.convolution import PLAIN_CONV
-from trysquare.nn.layers.traceable import is_symbol
 from trysquare.nn.linalg.precision import Context, Gradients, autocast_dtype
 from trysquare.nn.parametrizations.base import (
     Caching,
@@ -79,7 +78,6 @@ class AffineInverse(Isometry, nn.Module):
         self.dims = dims
 
     def forward(self, y: Tensor) -> Tensor:
-        """Subtract the bias, then apply the adjoint."""
         return self.adjoint(y - self.bias.view(-1, *(1,) * self.dims))
 
     def inverse(self) -> nn.Module:
@@ -158,7 +156,6 @@ class InvertibleSequential(nn.Sequential):
         return found
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Apply the layers one after the other."""
         return self._passed(input, volume=False)[0]
 
     def with_log_abs_det(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,7 +177,7 @@ class InvertibleSequential(nn.Sequential):
         return chain if y is None else chain(y)
 
     def _passed(self, x: Tensor, volume: bool) -> tuple[Tensor, Tensor]:
-        if not isinstance(x, Tensor) and not is_symbol(x):
+        if not isinstance(x, Tensor | fx.Proxy):  # which torch.fx follows
             raise TypeError(f"input must be a tensor, not {type(x).__name__}")
         parameters = list(self.parameters())
         trained = [tensor for tensor in parameters if tensor.requires_grad]
@@ -195,7 +192,7 @@ class InvertibleSequential(nn.Sequential):
             or type(x) not in (Tensor, nn.Parameter)
             or any(type(tensor) is not nn.Parameter for tensor in parameters)
             or not all(callable(getattr(layer, "inverse", None)) for layer in self)
-            or not all(part._is_as_made() for part in self.modules() if isinstance(part, ParametrizedWeight))
+            or any(part._made_by() is None for part in self.modules() if isinstance(part, ParametrizedWeight))
         )
         if plain:
             return _applied(self, x, volume)

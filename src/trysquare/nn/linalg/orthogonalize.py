@@ -376,6 +376,14 @@ def polar_factor(matrix: Tensor) -> Tensor:
     return torch.matmul(left, right)
 
 
+def _nearest_rotation(matrix: Tensor) -> Tensor:
+    """Polar factor of a matrix that is not square or complex; otherwise the nearest one of determinant 1."""
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    if matrix.shape[-2] == matrix.shape[-1] and not matrix.is_complex():
+        left[..., -1:] *= torch.linalg.det(torch.matmul(left, right))[..., None, None].sign()
+    return torch.matmul(left, right)
+
+
 @dataclass(frozen=True)
 class Orthogonalizer:
     """A way to an orthonormal matrix, and the way back if there is a closed form for it.
@@ -400,9 +408,12 @@ class Orthogonalizer:
     def free(self, basis: Tensor) -> Tensor:
         """Return a free matrix that gives ``basis``, or a fresh one where there is no closed form.
 
-        Of what is not orthonormal, one that gives the nearest matrix that is.
+        Of what is not orthonormal, one that gives the nearest matrix that is; the nearest rotation where only these are
+        reached.
         """
-        return self.draw(*basis.shape) if self.inverse is None else self.inverse(polar_factor(basis))
+        if self.inverse is None:
+            return self.draw(*basis.shape)
+        return self.inverse(polar_factor(basis) if self.keeps_orthonormal else _nearest_rotation(basis))
 
     def reconditioned(self, matrix: Tensor) -> Tensor:
         """Return a free matrix that gives the same result as ``matrix`` and is safe to train on."""
