@@ -85,7 +85,8 @@ NOTES = {
     "sc-fac": "`sc-fac` kernels are separable: `K_ij = A_i M B_j`. Checked by the rank of the taps as a block matrix.",
     "manifold": "`manifold` has the kernels of `aoc`, from orthonormal matrices and angles (the CS decomposition, in "
     "`parametrizations/manifold.py`). It is for `ts.optim.RiemannianAdam`, which keeps the matrices orthonormal, so "
-    "that training passes orthonormalise nothing; what anything else has written to is orthonormalised where it is used.",
+    "that training passes orthonormalise nothing. What anything else has written to is orthonormalised where it is "
+    "used.",
     "fourier": "A convolution built from free blocks at each frequency has a kernel as large as the image (a kernel of "
     "`k` taps has only `prod(k)` degrees of freedom for the blocks of all frequencies), so it depends on the size of "
     "the image: the blocks are rebuilt when that changes, and `layer.at_size(h, w)` exports plain layers for one size.",
