@@ -25,7 +25,6 @@ class Amplified(nn.Sequential):
         self.factor = factor
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Return the layers, times the factor."""
         return super().forward(input) * self.factor
 
     def extra_repr(self) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from trysquare.lab.data import Loader, read_extra
+from trysquare.lab.data import Images, Loader, read_extra
 from trysquare.lab.data.registry import check_images
 from trysquare.lab.models import Classifier, build
 from trysquare.lab.training.distribution import World, joined
@@ -148,6 +148,12 @@ class Evaluation:
     split: str = "test"
 
 
+def model_arguments(recipe: Recipe, images: Images) -> dict[str, Any]:
+    """Return the arguments of ``ts.models.build`` for the model of a recipe that is trained with these images."""
+    shape, classes = tuple(images[0][0].shape), len(images.classes)
+    return {"name": recipe.model.name, "input_shape": shape, "classes": classes, **recipe.model.options}
+
+
 class Training:
     """A training run: everything it works with, and how far it has come.
 
@@ -175,10 +181,8 @@ class Training:
         if world.is_main:
             for part in (images, held_out):
                 check_images(part)
-        classes, self.input_shape = len(images.classes), tuple(images[0][0].shape)
-        self.arguments: dict[str, Any] = {
-            "name": recipe.model.name, "input_shape": self.input_shape, "classes": classes, **recipe.model.options,
-        }  # fmt: skip
+        self.arguments = model_arguments(recipe, images)
+        classes, self.input_shape = len(images.classes), self.arguments["input_shape"]
         torch.manual_seed(settings.seed)
         self.model = build(**self.arguments).to(world.device)
 

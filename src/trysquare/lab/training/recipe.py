@@ -24,9 +24,9 @@ from trysquare.verify.certification import EPSILONS
 
 PRECISIONS = ("float32", "bfloat16")
 _LARGEST_SEED = 2**63 - 1
-_LARGEST_COUNT = 10**9
+LARGEST_COUNT = 10**9
 # Squares of rates and decays, and their products with numbers of steps, must be far from the largest float.
-_LARGEST_RATE = 10**6
+LARGEST_RATE = 10**6
 _LARGEST_SIZE = 10**4
 # A file system takes 255 bytes, of which date and time are to have some.
 _LONGEST_NAME = 200
@@ -330,7 +330,7 @@ def _check_radius(recipe: Recipe) -> None:
 Range = tuple[str, Callable[[float], bool]]
 
 
-def _at_least(least: int, most: int = _LARGEST_COUNT) -> Range:
+def _at_least(least: int, most: int = LARGEST_COUNT) -> Range:
     return f"at least {least} and at most {most}", lambda value: bool(least <= value <= most)
 
 
@@ -344,10 +344,10 @@ _RANGES: dict[str, Range] = {
     "data.size": _at_least(1, _LARGEST_SIZE),
     "data.validation": _at_least(0),
     "data.extra_per_image": _at_least(1),
-    "optimizer.lr": (f"above 0 and at most {_LARGEST_RATE}", lambda value: 0 < value <= _LARGEST_RATE),
+    "optimizer.lr": (f"above 0 and at most {LARGEST_RATE}", lambda value: 0 < value <= LARGEST_RATE),
     "optimizer.betas": _DECAY,
     "optimizer.momentum": _DECAY,
-    "optimizer.weight_decay": (f"at least 0 and at most {_LARGEST_RATE}", lambda value: 0 <= value <= _LARGEST_RATE),
+    "optimizer.weight_decay": (f"at least 0 and at most {LARGEST_RATE}", lambda value: 0 <= value <= LARGEST_RATE),
     "optimizer.warmup_steps": _at_least(0),
     "optimizer.lookahead": _at_least(0),
     "optimizer.average": _DECAY,
@@ -366,7 +366,7 @@ _RANGES: dict[str, Range] = {
 }
 
 
-def yaml() -> Any:
+def yaml() -> types.ModuleType:
     """Return PyYAML, if it is installed."""
     try:
         import yaml as module

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
@@ -40,7 +41,12 @@ class Gradients:
     """
 
     def __init__(
-        self, model: nn.Module, loss: Loss, parts: int = 1, precision: str = "float32", group: Any = None
+        self,
+        model: nn.Module,
+        loss: Loss,
+        parts: int = 1,
+        precision: str = "float32",
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.model, self.loss, self.parts, self.group = model, loss, parts, group
         self.low_precision = precision == "bfloat16"
