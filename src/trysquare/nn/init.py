@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trysquare.nn.geometry import ConvGeometry, number, per_axis, positive
+from trysquare.nn.linalg.checks import require_dense
 from trysquare.nn.linalg.orthonormal import random_orthonormal
 from trysquare.nn.parametrizations import AOC
 
@@ -43,14 +44,18 @@ def orthogonal_(
         ``tensor``.
 
     Raises:
-        ValueError: if no orthogonal kernel has these numbers, with a way out.
+        ValueError: if no orthogonal kernel has these numbers, with a way out; if ``tensor`` is no dense one.
+        TypeError: if it is no tensor.
 
     >>> conv = nn.Conv2d(8, 16, 3, stride=2, padding=1, padding_mode="circular")
     >>> _ = ts.init.orthogonal_(conv.weight, stride=2)
     >>> bool((ts.singular_values(conv, (8, 6, 6)) - 1).abs().max() < 1e-5)
     True
     """
-    if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point or tensor.ndim < 2:
+    tensor = require_dense("tensor", tensor)
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError("tensor has several entries in one place of memory (expand): fill a copy, tensor.clone()")
+    if not tensor.dtype.is_floating_point or tensor.ndim < 2:
         raise ValueError(
             "tensor must be of a real floating point type and have at least two axes, (out, in, *kernel_size)"
         )

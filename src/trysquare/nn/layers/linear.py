@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trysquare.naming import require_known
 from trysquare.nn.geometry import flag, positive
 from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.layers.invertible import AffineInverse, Isometry
 from trysquare.nn.linalg.operator import LinearOperator
-from trysquare.nn.parametrizations import OrthonormalMatrix
+from trysquare.nn.parametrizations import ManifoldMatrix, OrthonormalMatrix
 from trysquare.nn.parametrizations.base import Device, ParametrizedWeight, check_dtype, factory_of
 from trysquare.nn.parametrizations.spectral import SpectralMatrix
 
@@ -21,6 +22,8 @@ __all__ = ["OrthoLinear", "OrthoLinearTranspose", "SpectralLinear"]
 
 L = TypeVar("L", "OrthoLinear", "OrthoLinearTranspose")
 DType = torch.dtype | None
+
+_METHODS = {"free": OrthonormalMatrix, "manifold": ManifoldMatrix}
 
 
 class ParametrizedLinear(ParametrizedWeight, nn.Linear):
@@ -63,6 +66,8 @@ class _Orthonormal(Isometry, ParametrizedWeight):
 
     in_features: int
     out_features: int
+    orthogonalizer: str
+    method: str
 
     def __init__(
         self,
@@ -73,13 +78,22 @@ class _Orthonormal(Isometry, ParametrizedWeight):
         dtype: DType = None,
         *,
         orthogonalizer: str = "cholesky",
+        method: str = "free",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.orthogonalizer = orthogonalizer
-        self._parametrize_weight(OrthonormalMatrix(tuple(self.weight.shape), orthogonalizer, **factory_of(self.weight)))
+        if not isinstance(method, str) or method not in _METHODS:
+            require_known(method, _METHODS, "method")
+        if method == "manifold" and orthogonalizer != "cholesky":
+            raise ValueError(f"orthogonalizer={orthogonalizer!r} has no meaning for method='manifold'; leave it out")
+        self.orthogonalizer, self.method = orthogonalizer, method
+        made = _METHODS[method](tuple(self.weight.shape), orthogonalizer, **factory_of(self.weight))
+        self._parametrize_weight(made)
 
     def _adjoint_as(self, kind: type[L]) -> L:
-        twin = kind(self.out_features, self.in_features, bias=False, device="meta", orthogonalizer=self.orthogonalizer)
+        twin = kind(
+            self.out_features, self.in_features, bias=False, device="meta",
+            orthogonalizer=self.orthogonalizer, method=self.method,
+        )  # fmt: skip
         self._lend_weight(twin)
         return twin
 
@@ -105,9 +119,8 @@ class _Orthonormal(Isometry, ParametrizedWeight):
         return self.adjoint() if self.bias is None else AffineInverse(self.adjoint(), self.bias, 0)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"orthogonalizer={self.orthogonalizer}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, " + (
+            "method=manifold" if self.method == "manifold" else f"orthogonalizer={self.orthogonalizer}"
         )
 
 
@@ -122,6 +135,8 @@ class OrthoLinear(_Orthonormal, ParametrizedLinear):
         dtype: dtype of the weight; free tensors are kept in float32 or float64.
         orthogonalizer: how the free matrix is made orthonormal (see
             ``linalg.orthogonalize``).
+        method: ``"free"``, a free matrix that is made orthonormal; or ``"manifold"``, the orthonormal matrix itself,
+            for ``ts.optim.RiemannianAdam``.
 
     >>> layer = OrthoLinear(512, 10)
     >>> bool(torch.allclose(layer.weight @ layer.weight.T, torch.eye(10), atol=1e-5))
@@ -182,6 +197,7 @@ class OrthoLinearTranspose(_Orthonormal, _TransposedLinear):
         device: device of the parameters.
         dtype: dtype of the weight; free tensors are kept in float32 or float64.
         orthogonalizer: how the free matrix is made orthonormal.
+        method: ``"free"`` or ``"manifold"``.
 
     >>> layer, x = OrthoLinear(8, 3, bias=False), torch.randn(2, 3)
     >>> torch.allclose(layer(layer.adjoint()(x)), x, atol=1e-5)  # rows are orthonormal

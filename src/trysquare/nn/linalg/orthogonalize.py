@@ -298,10 +298,14 @@ def cayley_rows(matrix: Tensor) -> Tensor:
     """
     n = matrix.shape[-2]
     upper, lower = matrix[..., :n].mH, matrix[..., n:].mH
-    skew = upper - upper.mH + torch.matmul(lower.mH, lower)
+    skew = upper - upper.mH
+    if lower.shape[-2]:  # what has no rows costs calls, and Inductor cannot differentiate it (torch 2.13)
+        skew = skew + torch.matmul(lower.mH, lower)
     eye = torch.eye(n, dtype=matrix.dtype, device=matrix.device)
     half = inverse(eye + skew)  # of I + (I - A)(I + A)⁻¹
-    return corrected(torch.cat([2 * half - eye, -2 * torch.matmul(lower, half)], dim=-2).mH)
+    first = 2 * half - eye
+    columns = torch.cat([first, -2 * torch.matmul(lower, half)], dim=-2) if lower.shape[-2] else first
+    return corrected(columns.mH)
 
 
 @on_rows
