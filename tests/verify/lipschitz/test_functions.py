@@ -3,6 +3,7 @@
 import math
 import operator
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -187,6 +188,10 @@ BETWEEN = {
     "below zero": (lambda m, x: 1 / (x.clamp_max(1) - 3), 0.25),
     "log10": (lambda m, x: (x.sigmoid() + 1).log10(), 0.25 / math.log(10)),
     "exp2": (lambda m, x: torch.exp2(3 * x.softmax(1)), 12 * math.log(2)),
+    "softsign": (lambda m, x: x / (0.5 + x.abs()), 2.0), "its negative": (lambda m, x: (-x) / (x.abs() + m.level), 2.0),
+    "tanhshrink": (lambda m, x: x - x.tanh(), 1.0),
+    "exponent": (lambda m, x: 3.0 ** x.clamp(-1, 2), 9 * math.log(3)),
+    "exponents": (lambda m, x: torch.tensor([0.5, 1, 0.1, 2]).to(x) ** x.tanh(), 10 * math.log(10)),
 }  # fmt: skip
 
 
@@ -206,11 +211,36 @@ def test_slopes_between_the_numbers_that_a_function_gets(name):
         lambda m, x: torch.cat([x.abs() + 1, m.zero.expand(len(x), 1)], 1).log(), lambda m, x: (x.abs() - 1e-9).sqrt(),
         lambda m, x: (x.tanh() + 1) ** 0.5, lambda m, x: x.relu().exp(), lambda m, x: (x.clamp(-1, 2) + 1) ** -1,
         lambda m, x: torch.pow(x.clamp(1, 2), x), lambda m, x: 2**x, lambda m, x: (x.sin() + 1 - 1e-12).rsqrt(),
+        lambda m, x: x / (x.abs() - 1), lambda m, x: x / (1 + x.flip(1).abs()),
+        lambda m, x: x / torch.add(x.abs(), -1),
+        lambda m, x: x.cos() / torch.sub(1, x.cos().abs()), lambda m, x: (-2.0) ** x.tanh(),
+        lambda m, x: 0.0 ** x.sigmoid(),
     ],
 )  # fmt: skip
 def test_where_a_slope_has_no_bound_it_is_refused(function):
     with pytest.raises(NoRuleError):
         bound(function, (4,), zero=torch.zeros(1, 1))
+
+
+@pytest.mark.parametrize("name", ["softsign", "tanhshrink"])
+def test_modules_whose_functions_were_replaced_compute_what_they_compute(name, monkeypatch):
+    monkeypatch.setattr(F, name, lambda x: 50 * x)
+    assert ts.lipschitz_bound({"softsign": nn.Softsign, "tanhshrink": nn.Tanhshrink}[name](), (3,)) >= 50
+
+
+@pytest.mark.parametrize("activation", [nn.Softsign(), nn.Tanhshrink()], ids=repr)
+def test_rounding_of_softened_steps(activation):
+    model = nn.Sequential(nn.Linear(6, 6), activation).double()
+    found = ts.lipschitz.analyse(model, (6,))
+    exact = ts.lipschitz.ExactEvaluation(found.graph, found.gains)
+    for scale in (1e-3, 1.0, 1e3):
+        x = scale * torch.randn(2, 6, dtype=torch.float64)
+        h = x.numpy().astype("longdouble") @ model[0].weight.detach().numpy().T.astype("longdouble")
+        h = h + model[0].bias.detach().numpy()
+        expected = h / (1 + abs(h)) if isinstance(activation, nn.Softsign) else h - np.tanh(h)
+        values, error = exact(x)
+        off = float(np.sqrt(((values.detach().numpy() - expected) ** 2).sum()))
+        assert off <= error < 1e-12 * (1 + scale)
 
 
 def test_an_index_may_be_shorter_than_what_is_scattered():
@@ -236,6 +266,9 @@ def test_what_has_no_rule_says_so():
         "finite": lambda m, x: x * math.inf,
         "zero": lambda m, x: x / 0,
         "integers": lambda m, x: x.scatter_add(1, x.argsort(1), x),
+        "gates and states": lambda m, x: torch.lstm_cell(x, (x, x), torch.ones(16, 4), torch.ones(16, 4))[0],
+        "tokens": lambda m, x: F.embedding_bag(x, m.w),
+        "first axis of inputs and outputs": lambda m, x: (x, torch.ones(3)),
     }
     for message, function in refused.items():
         with pytest.raises(ValueError, match=message):

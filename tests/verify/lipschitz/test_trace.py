@@ -272,6 +272,11 @@ def _decided(x):
     return (x.norm(dim=1) > 6).any()
 
 
+def _without_modes(x):
+    with torch._C.DisableTorchFunction():
+        return float(x.max())
+
+
 @pytest.mark.parametrize("ask", [
     lambda x: bool(_decided(x)), lambda x: x.max().item() > 6, lambda x: x.numpy().max() > 6,
     lambda x: np.asarray(x).max() > 6, lambda x: max(x.tolist()[0]) > 6, lambda x: len(x[x > 6]) > 0,
@@ -279,6 +284,7 @@ def _decided(x):
     lambda x: "inf" in f"{x}", lambda x: any(value > 6 for value in x.flatten()), lambda x: int(x.max()) > 6,
     lambda x: torch.testing.assert_close(x, x.clamp(max=6)), lambda x: x.data_ptr() == 1,
     lambda x: torch.zeros(7)[x.max().long()].item() > 1, lambda x: 7.0 in x, lambda x: pickle.dumps(x) == b"",
+    lambda x: _without_modes(x) > 6,
 ])  # fmt: skip
 def test_a_refusal_that_the_model_catches_is_still_one(ask):
     class Handles(nn.Module):

@@ -79,6 +79,13 @@ class ZeroChannels(nn.Module):
         return torch.cat([x, torch.zeros(x.shape[0], 5, *x.shape[2:], dtype=x.dtype)], 1)
 
 
+class FlatByLength(nn.Module):
+    """The batch read off by ``len``, and the shape by a condition."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(len(x), -1) if len(x.shape) > 2 else x.reshape(x.shape[0], -1)
+
+
 class MeanByReshape(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, c, h, w = x.shape
@@ -212,6 +219,7 @@ ZOO = {
     "block reflector built in forward": (lambda: ReflectorInForward(6), (6, 5, 5), 1.0),
     "weight divided by its norm in forward": (lambda: Rescaled(6), (6,), 1.0),
     "zero channels concatenated": (ZeroChannels, (3, 4, 4), 1.0),
+    "x.view(len(x), -1)": (lambda: nn.Sequential(FlatByLength(), Rescaled(48)), (3, 4, 4), 1.0),
     "average pooling by view and mean, times 2": (MeanByReshape, (3, 8, 8), 1.0),
     "U-Net of orthogonal layers": (Unet, (3, 16, 16), 1.0),
     "pairs in order by min and max, 5 layers": (lambda: _between(GroupSortByExtremes()), (8,), 1.0),

@@ -24,6 +24,10 @@ class UnitRows(Parametrization):
         self.shape = shape
 
     @property
+    def free_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return (self.shape,)
+
+    @property
     def weight_shape(self) -> tuple[int, ...]:
         return self.shape
 
@@ -32,6 +36,7 @@ class UnitRows(Parametrization):
         return [unit_rows(torch.randn(self.shape, dtype=torch.float64))]
 
     def build(self, *free: Tensor) -> Tensor:
+        """Normalise the rows."""
         return unit_rows(free[0])
 
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
@@ -44,6 +49,7 @@ class UnitRows(Parametrization):
         return True
 
     def refuse_unreachable(self, weight: Tensor) -> None:
+        """Refuse rows whose norm is not 1."""
         norms = weight.norm(dim=1)
         if bool(((norms - 1).abs() > 0.01).any()):
             raise ValueError(
@@ -52,6 +58,7 @@ class UnitRows(Parametrization):
             )
 
     def solve(self, weight: Tensor) -> list[Tensor]:
+        """Return the weight itself."""
         return [weight]
 
     def extra_repr(self) -> str:
@@ -87,7 +94,7 @@ class UnitNormLinear(ParametrizedLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._parametrize_weight(UnitRows((out_features, in_features), **factory_of(self.weight)))
+        self._parametrize_weight(UnitRows((self.out_features, self.in_features), **factory_of(self.weight)))
 
     def pairwise_norms(self) -> Tensor:
         """``‖w_i - w_j‖`` for every pair of outputs, ``(out_features, out_features)`` in float64."""

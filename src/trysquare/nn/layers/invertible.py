@@ -190,7 +190,7 @@ class InvertibleSequential(nn.Sequential):
             or type(x) not in (Tensor, nn.Parameter)
             or any(type(tensor) is not nn.Parameter for tensor in parameters)
             or not all(callable(getattr(layer, "inverse", None)) for layer in self)
-            or not all(part._is_as_made() for part in self.modules() if isinstance(part, ParametrizedWeight))
+            or any(part._made_by() is None for part in self.modules() if isinstance(part, ParametrizedWeight))
         )
         if plain:
             return _applied(self, x, volume)

@@ -183,10 +183,11 @@ def _bounded(model: nn.Module, graph: Graph) -> tuple[float, Walk, dict[int, flo
     walk.forward()
     if any(_are_tokens(labels, graph) for labels in graph.outputs):
         raise NoRuleError("tokens that do not go to an embedding have no Lipschitz constant")
-    for labels in graph.outputs:
-        if labels.ndim == 0 or labels.shape[0] != batch:
+    scalars = [tensor for tensor in graph.outputs if tensor.ndim == 0]
+    for returned in [tensor for tensor in graph.tensors if tensor.ndim] + scalars:
+        if returned.ndim == 0 or len(returned) != batch:
             raise NoRuleError(
-                f"{class_name(model)} moves or mixes the samples of a batch: it returns {tuple(labels.shape)} for a "
+                f"{class_name(model)} moves or mixes the samples of a batch: it returns {tuple(returned.shape)} for a "
                 f"batch of {batch}. The first axis of inputs and outputs must be the batch; torch's recurrent layers "
                 "have it second unless batch_first=True"
             )
@@ -211,7 +212,8 @@ def _refuse_other_sizes(model: nn.Module, found: Analysis, graph: Graph) -> None
     if not math.isclose(other, found.bound, rel_tol=1e-6):
         raise NoRuleError(
             f"{class_name(model)} has a Lipschitz bound of {other:.6g} in batches of {graph.batch} and of "
-            f"{found.bound:.6g} in batches of {found.graph.batch}: what it computes depends on the size of the batch"
+            f"{found.bound:.6g} in batches of {found.graph.batch}: what it computes depends on the size of the "
+            "batch, or changes from pass to pass"
         )
 
 

@@ -110,9 +110,13 @@ def _asked(node: Node) -> list[float]:
     try:
         with asked_for(node.args["dtype"]):
             answer = found(module, *shapes)
+        constants = [float(c) for c in answer] if isinstance(answer, Sequence) else [float(answer)] * len(shapes)
     except OverflowError:
-        answer = math.inf
-    constants = [float(c) for c in answer] if isinstance(answer, Sequence) else [float(answer)] * len(shapes)
+        constants = [math.inf] * len(shapes)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a rule of somebody raises
+        raise ValueError(f"its rule gave no number for inputs of shape {shapes}: {error!r}") from error
     if len(constants) != len(shapes) or not all(constant >= 0 for constant in constants):
         raise ValueError(f"its rule gave {constants}, which is not a Lipschitz constant for each input")
     if any(cls.__module__.startswith("trysquare.") for cls in type(module).__mro__):
@@ -161,7 +165,3 @@ def leaf_weights(node: Node, given: list[Tensor]) -> Weights:
         (value.labels, scaled(tops * share, c).view(-1, *(1,) * (value.labels.ndim - 1)).expand(value.labels.shape))
         for (value, c), share in zip(terms, shares, strict=True)
     ]
-
-
-# Functions of torch that are written out in calls which say less than the whole.
-rule(nn.Tanhshrink, nn.Softsign)(lambda layer, shape: 1.0)

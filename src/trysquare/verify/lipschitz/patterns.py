@@ -5,7 +5,7 @@
 * ``where(a > b, a, b)`` is the larger of the two.
 * The larger and the smaller of one pair, or along one axis, are numbers in order; ``relu(x)`` and ``relu(-x)`` are the
   two sides of ``x``. The first of the two calls then has the results of both.
-* ``x`` less its mean is a projection.
+* ``x`` less its mean is a projection; ``x`` less ``tanh(x)``, and ``x`` divided by ``c + |x|``, are softened steps.
 * The root of a sum of squares is a Euclidean norm (``roots``).
 * A linear map, an activation and another linear map, with or without a shortcut, are one block (``blocks``), bounded by
   the theorems of ``nn.linalg.lattice``.
@@ -45,7 +45,8 @@ def recognised(nodes: list[Node], blocks: bool = True) -> tuple[list[Node], dict
     firsts: dict[tuple[str, int], list[int]] = {}  # first calls of possible pairs, by name and first label
     for original in nodes:
         node = _as_extremum(original, calls) if original.op == "where" else original
-        node = _as_centering(node, calls) if node.op == "sub" and blocks else node
+        node = _as_less(node, calls) if node.op == "sub" and blocks else node
+        node = _as_softsign(node, calls) if node.op == "div" else node
         node = as_root(node, calls) if node.op in ("sqrt", "pow") else node
         node = as_block(node, calls) if blocks else node
         other, both = _PAIRS.get(node.op, ("", ""))
@@ -103,24 +104,52 @@ def _as_extremum(node: Node, calls: Calls) -> Node:
     return node
 
 
-def _as_centering(node: Node, calls: Calls) -> Node:
-    """Return a projection, if what is subtracted is the mean of the same numbers."""
-    value, mean = node.args["self"], node.args["other"]
-    if not isinstance(value, Value) or not isinstance(mean, Value) or node.args.get("alpha", 1) != 1:
+def _as_less(node: Node, calls: Calls) -> Node:
+    """Return a projection if numbers have their mean subtracted, and a ``tanhshrink`` if it is their tanh."""
+    value, other = node.args["self"], node.args["other"]
+    if not isinstance(value, Value) or not isinstance(other, Value) or node.args.get("alpha", 1) != 1:
         return node
-    made, shape = calls.whole(mean.labels), value.labels.shape
-    if made is None or made.op != "mean" or shape != node.outputs[0][1] or mean.labels.ndim != len(shape):
+    made, shape = calls.whole(other.labels), value.labels.shape
+    if (
+        made is None
+        or made.op not in ("mean", "tanh")
+        or shape != node.outputs[0][1]
+        or other.labels.ndim != len(shape)
+    ):
         return node
-    axes = [axis for axis, size in enumerate(mean.labels.shape) if size == 1 and shape[axis] > 1]
+    if not torch.equal(made.values[0].labels, value.labels):
+        return node
+    both = replace(node, op="tanhshrink", args={"self": value}, inner=[made, node], inner_labels=[node.labels()])
+    if made.op == "tanh":
+        return both
+    axes = [axis for axis, size in enumerate(other.labels.shape) if size == 1 and shape[axis] > 1]
     # The mean over these axes, and each of them where it belongs.
     dims = made.args.get("dim")
     over = sorted(d % len(shape) for d in dims) if dims else list(range(len(shape)))
     if sorted(axis for axis in over if shape[axis] > 1) != axes:
         return node
-    if not torch.equal(made.values[0].labels, value.labels):
+    return replace(both, op="centering", args={"self": value, "dim": axes})
+
+
+def _as_softsign(node: Node, calls: Calls) -> Node:
+    """Return a ``softsign`` if numbers are divided by a positive constant plus their absolute values."""
+    value, divisor = node.args["self"], node.args["other"]
+    if not isinstance(value, Value) or not isinstance(divisor, Value) or node.args.get("rounding_mode") is not None:
         return node
-    args = {"self": value, "dim": axes}
-    return replace(node, op="centering", args=args, inner=[made, node], inner_labels=[node.labels()])
+    shift = calls.whole(divisor.labels)
+    if shift is None or shift.op != "add" or len(shift.values) != 1 or shift.args.get("alpha", 1) != 1:
+        return node
+    size = calls.whole(shift.values[0].labels)
+    shapes = {value.labels.shape, divisor.labels.shape, shift.values[0].labels.shape, torch.Size(node.outputs[0][1])}
+    if (
+        size is None
+        or size.op != "abs"
+        or len(shapes) > 1
+        or not torch.equal(size.values[0].labels.abs(), value.labels.abs())
+    ):
+        return node
+    constant = next(shift.args[name] for name in ("self", "other") if not isinstance(shift.args[name], Value))
+    return replace(node, op="softsign", args={"self": value, "constant": constant})
 
 
 def _alike(first: Value | Tensor | float, second: Value | Tensor | float, shape: Iterable[int]) -> bool:

@@ -183,6 +183,7 @@ def _rises(node: Node) -> bool:
 
 _slope("relu hardtanh relu6", 1.0, monotone=_rises)
 _slope("abs", 1.0, isometric=True)
+_slope("tanhshrink", 1.0)  # found among calls (``patterns``)
 _slope("tanh atan asinh log_sigmoid_forward softshrink", 1.0, monotone=_rises, rounding=_function_rounding)
 _slope("sin cos", 1.0, rounding=_function_rounding)
 _slope("sigmoid", 0.25, monotone=_rises, rounding=_function_rounding)
@@ -324,7 +325,8 @@ def split_of_terms(node: Node, terms: list[tuple[Value, float]]) -> list[float]:
 
 
 def _product_rounding(args: Arguments, out: list[Tensor]) -> float:
-    return 2 * UNIT_ROUNDOFF * size_of(out[0]) + math.sqrt(out[0].numel()) * _TINY
+    """Return one rounding of the result, and for a softsign one of the divisor."""
+    return 4 * UNIT_ROUNDOFF * size_of(out[0]) + math.sqrt(out[0].numel()) * _TINY
 
 
 _SCALING = "a scaling by up to {bound}: part of the constant"
@@ -361,11 +363,23 @@ def divide(node: Node, given: list[Tensor]) -> Weights:
     return [_spread(node.args["self"], scaled(given[0], 1 / sizes * _UP))]
 
 
+@_on("softsign", remark=_STEEP, attained=True)
+def softsign(node: Node, given: list[Tensor]) -> Weights:
+    """``x / (c + |x|)`` has the derivative ``c / (c + |x|)²``."""
+    constant = signed_readings(node.args["constant"], node.dtype).amin(0)
+    if not bool((constant > 0).all()):
+        raise NoRuleError("its divisor can be 0")
+    return [_spread(node.args["self"], scaled(given[0], 1 / constant * _UP))]
+
+
 def _inverse(number: float) -> float:
     return 1 / number if number > 0 else math.inf
 
 
 def _power_slope(node: Node, low: float, high: float) -> float:
+    if isinstance(node.args["exponent"], Value):  # of a number to the power of the input: log(b) b^x
+        bases = signed_readings(node.args["self"], node.dtype).flatten().tolist()
+        return max(abs(math.log(b)) * max(b**low, b**high) for b in bases)
     slopes = []
     for p in signed_readings(node.args["exponent"], node.dtype).tolist():
         if p != round(p) and not low > 0:
@@ -390,7 +404,7 @@ def slope_between(node: Node, low: float, high: float) -> float:
     """The largest slope of one of these functions between two numbers; infinite for all others."""
     try:
         return STEEP[node.op](node, low, high) * (1 + 2.0**-40)
-    except (ArithmeticError, LookupError, TypeError):
+    except (ArithmeticError, LookupError, TypeError, ValueError):
         return math.inf
 
 
@@ -1110,6 +1124,7 @@ _JUMPS = "it jumps, and a function that jumps is not Lipschitz"
 _GROWS = "its slope has no bound over all inputs; clamp its input first, or take a function of bounded slope"
 _ATTENTION = "softmax attention multiplies its inputs with each other, which is not Lipschitz"
 _SQUARES = "a variance grows with the square of its input"
+_GATES = "it multiplies gates and states, which both depend on the input; OrthoRNN and loops over RNNCell have bounds"
 _MATRICES = "it has no rule; write it as a product with a matrix"
 REASONS = {
     **dict.fromkeys(["native_layer_norm", "native_group_norm", "_fused_rms_norm"], _DIVIDES),
@@ -1121,6 +1136,10 @@ REASONS = {
     **dict.fromkeys(["addcmul", "addcdiv", "glu"], "it multiplies or divides values by each other"),
     **dict.fromkeys(["upsample_bicubic2d", "grid_sampler_2d"], "this interpolation has no rule; bilinear has"),
     **dict.fromkeys(["fft_r2c", "_fft_r2c", "_fft_c2c"], _MATRICES),
+    **dict.fromkeys(["mkldnn_rnn_layer", "lstm", "lstm_cell", "_thnn_fused_lstm_cell"], _GATES),
+    **dict.fromkeys(["gru", "gru_cell", "_thnn_fused_gru_cell"], _GATES),
+    "_embedding_bag": "a bag of tokens has no rule; take the sum or mean of an Embedding",
+    "_embedding_bag_forward_only": "a bag of tokens has no rule; take the sum or mean of an Embedding",
 }  # fmt: skip
 REASONS |= {
     f"_scaled_dot_product_{kind}": _ATTENTION

@@ -233,6 +233,9 @@ class Tracer(TorchDispatchMode):
         self.recorder.busy = True
         try:
             return self._called(func, args, kwargs or {})
+        except NoRuleError as error:  # once more where function modes are switched off
+            self.note_failure(name_of(func), error)
+            raise
         finally:
             self.recorder.busy = False
 
@@ -334,13 +337,14 @@ class Tracer(TorchDispatchMode):
 
     def _look_for_tokens(self, op: str, args: Args, kwargs: Kwargs) -> None:
         """Notice in the first run that the input should have been tokens."""
-        looked_up = args[1] if op == "embedding" else args[0] if op == "_to_copy" else None
+        looks_up = "embedding" in op
+        looked_up = args[1] if looks_up else args[0] if op == "_to_copy" else None
         if looked_up is None or not looked_up.is_floating_point():
             return
         dtype = kwargs.get("dtype") or looked_up.dtype
         integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
         direct = self._inputs.get(_address(looked_up))
-        if op == "embedding" or (integers and direct is not None):
+        if looks_up or (integers and direct is not None):
             if direct is not None:
                 raise TakesTokens(frozenset([direct]), "")
             raise TakesTokens(frozenset(self._inputs.values()), user_line())

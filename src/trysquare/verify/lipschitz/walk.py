@@ -20,6 +20,8 @@ from trysquare.verify.lipschitz.rules import RULES, Rule, Weights, no_rule, way_
 
 _LEAF = Rule(leaf_weights, terms=leaf_terms)
 _INPUT = -1
+# Patterns whose last call is among their inner ones, and has its gain from there.
+_OF_PARTS = frozenset(["block", "centering", "tanhshrink"])
 # Calls that infinity is an ordinary argument of.
 _BOUNDED_BY = frozenset(["clamp", "clamp_min", "clamp_max", "maximum", "minimum", "fmax", "fmin", "max_min"])
 
@@ -141,7 +143,7 @@ class Walk:
             self._push(waiting, self._stepped(node, given))
         for node in self.graph.nodes:
             place = self._position[id(node)]
-            if self.nodes[place].op not in ("block", "centering"):  # their last calls are among the inner ones
+            if self.nodes[place].op not in _OF_PARTS:
                 gains[id(node)] = gains.get(id(node), 0.0) + found.get(place, 0.0)
         zeros = [torch.zeros(shape, dtype=torch.float64) for _, shape in self.graph.inputs]
         return waiting.get(_INPUT, zeros), gains
