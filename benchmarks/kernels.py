@@ -104,10 +104,11 @@ def _evaluated(channels: int, size: int) -> dict[str, Any]:
 
 
 def _weights_and_gradients(layers: nn.ModuleList, together: bool) -> None:
+    """Build all weights and take a gradient back from them, as a training step does: by one backward pass."""
     with ts.built(layers) if together else nullcontext():
-        for layer in layers:
-            weight = layer.weight
-            torch.autograd.backward(weight, torch.empty_like(weight))
+        # As a pass asks for them: a weight that somebody reads is watched for writes besides, which is no part of this.
+        weights = [layer._current_weight() for layer in layers]
+        torch.autograd.backward(weights, [torch.empty_like(weight) for weight in weights])
 
 
 def _together(count: int, channels: int) -> dict[str, Any]:

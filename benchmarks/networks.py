@@ -83,6 +83,7 @@ VARIANTS: dict[str, Variant] = {
     "AOC parsimonious": Variant("AOC parsimonious", ours("aoc", parsimonious=True)),
     "BCOP, original style": Variant("BCOP", original_bcop),
     "SOC": Variant("SOC", odd(ours("soc"))),
+    "SOC, 5 terms": Variant("SOC", odd(ours("soc", terms=5))),
     "SOC, 3 terms": Variant("adaptive SOC", odd(ours("soc", terms=3))),
     "Cayley": Variant("Cayley", fourier("cayley")),
     "orthogonium AOC": Variant("AOC", peers.aoc),

@@ -10,8 +10,9 @@ ROOT = Path(__file__).parents[1] / "src" / "trysquare"
 # What all three doors share; what people build with; what they trust; what they run.
 ROWS = [
     "torch_internals", "progress", "naming", "files",
-    "nn.geometry", "nn.linalg", "nn.losses", "nn.optim", "nn.parametrizations", "nn.sharing", "nn.building",
-    "nn.layers", "nn.export", "nn.init", "nn.tracing", "nn.counterparts", "nn.conversion", "nn.transfer",
+    "nn.geometry", "nn.linalg", "nn.losses", "nn.riemannian", "nn.optim", "nn.parametrizations", "nn.sharing",
+    "nn.building", "nn.layers", "nn.export", "nn.init", "nn.tracing", "nn.counterparts", "nn.rewriting",
+    "nn.conversion", "nn.transfer",
     "verify.operators", "verify.spectrum", "verify.lipschitz", "verify.auditing",
     "verify.certification", "verify.attacks",
     "lab.pickles", "lab.checkpoint", "lab.plotting", "lab.models", "lab.data", "lab.training", "lab.report", "lab.cli",

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.overhead import ratios
 
 import trysquare as ts
+from benchmarks import measure
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -91,6 +92,19 @@ def test_the_kernels_on_the_page_of_speed_are_those_of_the_page_of_benchmarks():
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+def test_the_kernels_in_the_readme_are_those_of_the_committed_run():
+    data = result("kernels")
+    alike = next(entry for entry in data["together"] if (entry["count"], entry["channels"]) == (8, 32))
+    times = measure.ratio(alike["seconds"]["one by one"], alike["seconds"]["together"])
+    said = " ".join(README.split())
+    for calls, rest in (
+        (alike["calls"], f"forward and backward, and 1/{times:.1f} of the time"),
+        (data["accelerator"]["the 30 kernels of ResNet-34"], ""),
+    ):
+        assert f"{calls['together']:,} calls instead of {calls['one by one']:,}" in said
+        assert rest in said
 
 
 def test_every_page_is_linked_in_the_readme():

@@ -69,6 +69,10 @@ assert_on_device = torch._assert_async
 make_parametrized = parametrize._inject_new_class
 make_property = parametrize._inject_property
 
+# What a plan of tensor parallelism asks a module first, and who asks for it: there is no public way to refuse a plan.
+PLAN_APPLIED = "_distribute_module_applied"
+PLANNER = "distribute_module"
+
 # Tensors inside of lists, dictionaries and named tuples. There is no public module for them.
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map

@@ -319,3 +319,45 @@ def volume_3d():
         nn.ConvTranspose3d(6, 4, 3, stride=2, padding=1, output_padding=1), nn.LeakyReLU(), nn.Upsample(scale_factor=2),
         nn.ReflectionPad3d(1), nn.AdaptiveMaxPool3d(1), nn.Flatten(), nn.Linear(4, 3),
     )  # fmt: skip
+
+
+class MaxFeatureMap(nn.Module):
+    """Parts that are sliced, reversed, counted, compared and unpacked."""
+
+    def __init__(self, classes=5):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3, padding=1)
+        self.deep, self.head = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(8, classes)
+
+    def forward(self, x):
+        x = torch.cat(self.conv(x).chunk(4, 1)[::-1], 1)
+        first, second = torch.split(x, x.shape[1] // 2, 1)
+        parts = list(torch.max(first, second).chunk(2, 1))
+        assert len(parts) == 2
+        *_, last = parts
+        return self.head(torch.cat([parts[0], self.deep(last)], 1).mean((2, 3)))
+
+
+class EinopsMixer(nn.Module):
+    """MLP-Mixer, with functions and layers of einops."""
+
+    def __init__(self, size=16, patch=4, dim=16, classes=10):
+        from einops.layers.torch import Rearrange, Reduce
+
+        super().__init__()
+        tokens = (size // patch) ** 2
+        self.patch = patch
+        self.stem, self.norm = nn.Linear(3 * patch**2, dim), nn.LayerNorm(dim)
+        self.tokens = nn.Sequential(nn.Conv1d(tokens, 2 * tokens, 1), nn.GELU(), nn.Conv1d(2 * tokens, tokens, 1))
+        self.channels, self.swap = nn.Linear(tokens, tokens), Rearrange("b n d -> b d n")
+        self.pool, self.head = Reduce("b n d -> b d", "sum"), nn.Linear(dim, classes)
+
+    def forward(self, x):
+        from einops import rearrange, reduce
+
+        x = rearrange(x, "b c (h p) (w q) -> b (h w) (p q c)", p=self.patch, q=self.patch, b=x.shape[0])
+        x = self.stem(x)
+        x = x + self.tokens(self.norm(x))
+        x = x + rearrange(F.gelu(self.channels(self.swap(x))), "b d n -> b n d")
+        x = reduce(x, "b (n two) d -> b n d", "mean", two=2) + reduce(x, "b (n two) d -> b n d", "max", two=2)
+        return self.head(self.pool(x))

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import trysquare as ts
@@ -596,6 +597,23 @@ def test_a_free_tensor_changed_in_the_block_is_an_error(change):
     model(images())
 
 
+def test_a_weight_that_is_written_to_in_the_block_is_an_error_once():
+    layers = nn.ModuleList(ts.OrthoLinear(4, 4) for _ in range(3))  # one batch
+    x = torch.randn(2, 4)
+
+    def step():
+        with ts.built(layers):
+            layers[2](layers[1](layers[0](x))).sum().backward()
+            with torch.no_grad():
+                layers[1].weight.mul_(2)
+
+    with pytest.raises(RuntimeError, match="written to in place"):
+        step()
+    assert all(parameter.grad is None for layer in layers for parameter in layer.free_tensors)
+    for layer in layers:
+        layer(x)  # neither the layers beside it nor later passes are refused
+
+
 def test_another_optimizer_may_step_inside():
     model, other = Branches(), nn.Linear(2, 2)
     with ts.built(model):
@@ -735,3 +753,14 @@ def test_autocast_and_switches(monkeypatch):
 def test_what_is_no_module_is_refused():
     with pytest.raises(TypeError, match=r"torch.nn.Module, not list"), ts.built([1]):
         pass
+
+
+@pytest.mark.parametrize("method", ts.METHODS)
+def test_tensors_without_numbers(method):
+    with FakeTensorMode():
+        model = nn.Sequential(*(ts.OrthoConv2d(4, 4, 3, method=method) for _ in range(2)))
+        images = torch.randn(2, 4, 6, 6)
+        model(images).sum().backward()
+        with ts.built(model):
+            model(images).sum().backward()
+    assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())

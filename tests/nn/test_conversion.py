@@ -1,7 +1,9 @@
 """Models of plain torch become 1-Lipschitz: constants, training, refusals, and the table of what was changed."""
 
 import copy
+import operator
 
+import einops
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,10 +25,12 @@ MODELS = {
     "densenet": (plain_models.DenseNet, (3, 16, 16)),
     "shufflenet": (plain_models.ShuffleNet, (3, 16, 16)),
     "functional": (plain_models.Functional, (3, 32, 32)),
+    "parts": (plain_models.MaxFeatureMap, (3, 8, 8)),
+    "einops": (plain_models.EinopsMixer, (3, 16, 16)),
     "1d": (plain_models.sequence_1d, (3, 37)),
     "3d": (plain_models.volume_3d, (2, 8, 8, 8)),
 }
-NORM_ONE = ["resnet18", "resnet50", "vgg", "unet", "unet, bilinear", "mixer", "densenet", "shufflenet"]
+NORM_ONE = ["resnet18", "resnet50", "vgg", "unet", "unet, bilinear", "mixer", "densenet", "shufflenet", "parts"]
 OTHERWISE = {"activation": "keep", "residual": "learnable", "expanding_shortcut": "aol"}
 
 
@@ -216,6 +220,8 @@ REFUSED = {
     "an attribute": (lambda m, x: x - x.data, "attribute 'data'"),
     "an argument": (lambda m, x: F.interpolate(x, scale_factor=2, mode="bilinear", antialias=True), "antialias"),
     "the weight": (lambda m, x: F.conv2d(x, x[:1].mean((2, 3), keepdim=True)), "depends on the input"),
+    "a product of einops": (lambda m, x: einops.reduce(x, "b c h w -> b c", "prod"), "'prod' is not Lipschitz"),
+    "copies of einops": (lambda m, x: einops.repeat(x, "b c h w -> b (c 2) h w"), "repeat"),
     "rounding": (lambda m, x: torch.round(x), "round"),
 }
 
@@ -231,6 +237,71 @@ def test_what_is_not_lipschitz_is_named_with_its_line(name):
     assert isinstance(table, Conversion)
     assert table.refused
     assert "CANNOT BE CONVERTED" in str(table)
+
+
+def test_parts_from_the_end_are_the_same_parts():
+    """A concatenation of both is that of one value with itself."""
+
+    def forward(m, x):
+        parts = x.chunk(2, 1)
+        return torch.cat([parts[1], parts[-1].neg()], 1)
+
+    model = ts.from_torch(as_model(forward), (4, 6, 6))
+    x = torch.randn(2, 1, 4, 6, 6)
+    assert ts.lipschitz_bound(model, (4, 6, 6)) == pytest.approx(1, abs=1e-5)
+    assert (model(x[0]) - model(x[1])).norm() <= 1.00001 * (x[0] - x[1]).norm()
+
+
+def test_refusals_of_one_line_are_told_once_and_lines_that_are_not_known_not_at_all():
+    model = nn.Sequential(*[as_model(lambda m, x: x.exp()) for _ in range(3)], nn.GLU(1))
+    with pytest.raises(ValueError, match="4 of 7 calls") as raised:
+        ts.from_torch(model, (4, 6, 6))
+    lines = str(raised.value).splitlines()
+    assert len(lines) == 4
+    assert lines[1].startswith("  exp at 0.exp, ... 2.exp_2: no 1-Lipschitz counterpart is known (test_conversion.py:")
+    assert lines[2] == "  GLU at 3: no 1-Lipschitz counterpart is known"
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "message"),
+    [
+        (nn.LSTM(4, 5), (7, 4), "use ts.OrthoRNN"),
+        (nn.MultiheadAttention(4, 2), (7, 4), "attention"),
+        (nn.TransformerEncoderLayer(4, 2), (7, 4), "attention"),
+    ],
+)
+def test_what_never_is_lipschitz_says_so(module, shape, message):
+    class Written(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = module
+
+        def forward(self, x):
+            return self.module(*[x] * (3 if message == "attention" and type(module).__name__[0] == "M" else 1))[0]
+
+    with pytest.raises(ValueError, match=message):
+        ts.from_torch(Written(), shape)
+
+
+def test_a_factor_in_a_difference_is_told():
+    table = ts.from_torch(as_model(lambda m, x: torch.sub(torch.ones(4, 6, 6), x, alpha=3)), (4, 6, 6), dry_run=True)
+    assert table.rows[-1].why == "part of the constant: alpha"
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        (nn.ConvTranspose2d(4, 4, 3, 2, 1, 1), ts.OrthoConvTranspose2d),
+        (nn.Conv2d(4, 4, 3, 2, 1, padding_mode="circular"), ts.OrthoConv2d),
+        (nn.Linear(6, 3), ts.OrthoLinear),
+    ],
+    ids=str,
+)
+def test_a_single_module(module, kind):
+    model, x = ts.from_torch(module, (4, 6, 6)), torch.randn(3, 4, 6, 6)
+    (found,) = [layer for layer in model.modules() if isinstance(layer, kind)]
+    assert getattr(found, "padding_mode", "") == getattr(module, "padding_mode", "")
+    assert model(x).shape == module(x).shape
 
 
 def test_arguments_besides_the_input_are_not_dropped():
@@ -257,7 +328,7 @@ def test_reparametrized_layers_are_replaced_as_what_they_are():
 
 def test_modules_without_a_counterpart_are_refused_or_kept():
     model = nn.Sequential(nn.Conv1d(8, 8, 1), nn.LocalResponseNorm(2), nn.Linear(6, 4))
-    with pytest.raises(ValueError, match="LocalResponseNorm at '1': no 1-Lipschitz counterpart"):
+    with pytest.raises(ValueError, match="LocalResponseNorm at 1: no 1-Lipschitz counterpart"):
         ts.from_torch(model, (8, 6))
     kept = ts.from_torch(model, (8, 6), keep=(nn.LocalResponseNorm,))
     assert isinstance(kept.get_submodule("1"), nn.LocalResponseNorm)
@@ -269,6 +340,10 @@ TRACED = {
     "decides by values": (lambda m, x: x if x.sum() > 0 else -x, "control flow"),
     "takes no such input": (lambda m, x: x.view(-1, 5), "invalid for input"),
     "no such method": (lambda m, x: x.no_such_method(), "no_such_method"),
+    "writes into a part": (
+        lambda m, x: (operator.setitem(x, (slice(None), 0), 0.0), x)[1],
+        "does not support item assignment",
+    ),
 }
 
 

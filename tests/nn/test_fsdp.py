@@ -1,5 +1,6 @@
 """Models that fully_shard has spread over two processes train as one process does."""
 
+import inspect
 import warnings
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import trysquare as ts
 from trysquare.nn.parametrizations import base
@@ -150,10 +151,12 @@ def check_checkpoint(rank, folder):
 
 def check_tensor_parallel(rank, folder):
     mesh = init_device_mesh("cpu", (2,))
-    with pytest.raises(NotImplementedError, match="OrthoLinear cannot be split by a plan of tensor parallelism"):
-        parallelize_module(nn.Sequential(ts.OrthoLinear(4, 4)), mesh, {"0": ColwiseParallel()})
-    with pytest.raises(RuntimeError, match="distribute leaf tensors"):  # torch's own sentence
-        parallelize_module(nn.Sequential(ts.OrthoLinear(4, 4)), mesh, {"0": RowwiseParallel()})
+    for plan in (ColwiseParallel(), RowwiseParallel(), SequenceParallel()):
+        with pytest.raises(NotImplementedError, match="OrthoLinear cannot be split by a plan of tensor parallelism"):
+            parallelize_module(nn.Sequential(ts.OrthoLinear(4, 4)), mesh, {"0": plan})
+    with pytest.raises(NotImplementedError, match="OrthoConv2d cannot be split by a plan of tensor parallelism"):
+        parallelize_module(nn.Sequential(ts.OrthoConv2d(4, 4, 3)), mesh, {"0": SequenceParallel()})
+    dict(inspect.getmembers(ts.OrthoLinear(4, 4)))  # whoever asks for all attributes is not refused
 
 
 CHECKS = [check_float32, check_bfloat16, check_checkpoint, check_tensor_parallel]

@@ -83,6 +83,10 @@ def test_refusals():
         ts.init.orthogonal_(torch.empty(8, 8, dtype=torch.long))
     with pytest.raises(ValueError, match="groups=2"):
         ts.init.orthogonal_(torch.empty(8, 8), groups=2)
+    with pytest.raises(ValueError, match="stride=2"):
+        ts.init.orthogonal_(torch.empty(8, 8), stride=2)
+    with pytest.raises(ValueError, match="generator must be"):
+        ts.init.orthogonal_(torch.empty(8, 8), generator=3)
     with pytest.raises(ValueError, match="gain=inf"):
         ts.init.orthogonal_(torch.empty(8, 8), gain=float("inf"))
     with pytest.raises(ValueError, match="stride=0"):
@@ -98,3 +102,11 @@ def test_short_dtypes(dtype):
     with torch.no_grad():
         layer.weight.copy_(exact)
     assert (ts.singular_values(layer, (8, 5, 5)) - 1).abs().max() < 16 * torch.finfo(dtype).eps
+
+
+@pytest.mark.filterwarnings("ignore:.*nested:UserWarning")
+def test_tensors_that_cannot_be_filled():
+    nested = torch.nested.nested_tensor([torch.ones(4), torch.ones(3)])
+    for wrong in (torch.zeros(4, 4).to_sparse(), nested, torch.zeros(4, 1).expand(4, 4), torch.zeros(4), [[1.0]]):
+        with pytest.raises((TypeError, ValueError), match="tensor"):
+            ts.init.orthogonal_(wrong)

@@ -477,3 +477,15 @@ def test_a_linear_classifier_learns_with_it(name):
         loss(model(images), labels).backward()
         optimizer.step()
     assert (model(images).argmax(1) == labels).float().mean() == 1
+
+
+def test_label_smoothing_mixes_the_target_with_all_classes():
+    logits, labels = torch.randn(6, 5, dtype=torch.float64), torch.arange(6) % 5
+    found = OffsetCrossEntropy(0.7, 0.3, smoothing=0.2, reduction="none")(logits, labels)
+    offset = logits.clone()
+    offset[torch.arange(6), labels] -= 0.7
+    log = (offset / 0.3).log_softmax(1)
+    expected = -0.3 * (0.8 * log[torch.arange(6), labels] + 0.2 * log.mean(1))
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="smoothing=2"):
+        OffsetCrossEntropy(smoothing=2)

@@ -29,6 +29,23 @@ def test_a_matrix_gets_its_polar_factor(shape, orthogonalizer):
     assert distance == pytest.approx(float((polar(wanted) - wanted).norm() / wanted.norm()), rel=1e-9)
 
 
+@pytest.mark.parametrize("orthogonalizer", ["cayley", "exponential"])
+@pytest.mark.parametrize("size", [6, 16])
+@pytest.mark.parametrize("seed", range(4))
+def test_where_only_rotations_are_reached_it_is_near_to_the_nearest(orthogonalizer, size, seed):
+    """Half of the matrices have a polar factor that is a reflection."""
+    torch.manual_seed(seed)
+    wanted = torch.randn(size, size, dtype=torch.float64)
+    layer = ts.OrthoLinear(size, size, dtype=torch.float64, orthogonalizer=orthogonalizer)
+    distance = layer.project_(wanted)
+    lengths, basis = torch.linalg.eigh(wanted @ wanted.mT)
+    signs = torch.ones(size, dtype=torch.float64)
+    signs[0] = torch.linalg.det(wanted).sign()  # of the smallest singular value
+    rotation = basis @ torch.diag(signs * lengths.rsqrt()) @ basis.mT @ wanted
+    assert distance == pytest.approx(float((layer.weight.detach() - wanted).norm() / wanted.norm()), rel=1e-9)
+    assert distance == pytest.approx(float((rotation - wanted).norm() / wanted.norm()), rel=1e-3)
+
+
 def test_strided_windows_and_1x1_kernels_are_matrices():
     torch.manual_seed(0)
     for numbers in ((8, 5, 1, 1), (3, 12, 2, 2), (4, 6, 2, 2), (5, 8, 1, 1)):
@@ -203,3 +220,74 @@ def test_blocks_with_one_kernel_are_projected_and_others_refuse():
     assert ts.lipschitz_bound(block, (4, 5, 5)) <= 1 + 1e-6
     with pytest.raises(ValueError, match="kernels of this block"):
         ts.SLLAOCBlock2d(4, 8).project_(torch.randn(ts.SLLAOCBlock2d(4, 8).weight.shape))
+
+
+UNREADABLE = {
+    "nested": lambda w: torch.nested.nested_tensor(list(w)),
+    "sparse": lambda w: w.to_sparse(),
+    "meta": lambda w: w.to("meta"),
+    "quantized": lambda w: torch.quantize_per_tensor(w, 0.1, 0, torch.quint8),
+    "float8": lambda w: w.to(torch.float8_e4m3fn),
+    "complex": lambda w: w.to(torch.complex64),
+    "whole numbers": lambda w: w.long(),
+    "huge": lambda w: 1e300 * w.double(),
+    "a list": lambda w: w.tolist(),
+}
+KINDS = {
+    "linear": lambda: ts.OrthoLinear(4, 4),
+    "aoc": lambda: ts.OrthoConv2d(4, 4, 3),
+    "soc": lambda: ts.OrthoConv2d(4, 4, 3, method="soc"),
+    "aol": lambda: ts.OrthoConv2d(4, 4, 3, method="aol"),
+    "SLL": lambda: ts.SLLLinear(4),
+    "unit norm": lambda: ts.UnitNormLinear(4, 4),
+    "transposed": lambda: ts.OrthoConvTranspose2d(4, 4, 3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested:UserWarning", "ignore:.*uantiz:UserWarning")
+@pytest.mark.parametrize("kind", UNREADABLE)
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_without_numbers_to_read_are_refused(name, kind):
+    layer = KINDS[name]()
+    before = layer.weight.detach().clone()
+    wrong = UNREADABLE[kind](torch.randn(before.shape))
+    with pytest.raises((TypeError, ValueError), match="weight"):
+        layer.project_(wrong)
+    with pytest.raises((TypeError, ValueError)):
+        layer.weight = wrong
+    torch.testing.assert_close(layer.weight.detach(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_of_extreme_sizes(name):
+    layer = KINDS[name]()
+    for scale in (1e-40, 1e-18, 1e-12, 1e12, 1e18, 1e38):
+        wanted = torch.linspace(-1, 1.5, layer.weight.numel()).view(layer.weight.shape).mul(scale)
+        if 1e-15 < scale < 1e15:
+            assert 0 <= layer.project_(wanted) < max(10, 100 / scale)
+            assert layer.weight.isfinite().all()
+        else:
+            with pytest.raises(ValueError, match="entr"):
+                layer.project_(wanted)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_are_set_in_inference_mode_too(name):
+    layer, other = KINDS[name]().eval(), KINDS[name]()
+    x = torch.randn(2, *{2: (4,), 4: (4, 5, 5)}[layer.weight.ndim])
+    wanted = other.weight.detach() if name != "soc" else layer.weight.detach().clone()
+    with torch.no_grad():
+        layer(x)  # which keeps the weight
+    with torch.inference_mode():
+        layer.weight = wanted
+    torch.testing.assert_close(layer.weight.detach(), wanted, rtol=0, atol=1e-4)
+    with torch.inference_mode():
+        assert layer.project_(other.weight.clone()) < 1
+    y = layer(x)
+    torch.testing.assert_close(y, layer.train()(x), rtol=0, atol=1e-6)
+    y.sum().backward()
+
+
+def test_a_layer_without_numbers_says_so():
+    with pytest.raises(ValueError, match="meta device"):
+        ts.OrthoLinear(4, 4, device="meta").project_(torch.eye(4))

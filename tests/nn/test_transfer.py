@@ -183,3 +183,53 @@ def test_plain_weights_of_parametrizations_of_torch():
     ours = nn.Sequential(ts.OrthoLinear(6, 4), nn.Tanh(), nn.Linear(4, 3))
     assert ts.load_weights(ours, theirs.state_dict())["0.weight"] < 1e-6
     assert_same(ours, theirs, 6, tolerance=1e-6)
+
+
+def stretched(*shape):
+    """A tensor of many numbers, as a small file may claim to hold."""
+    return torch.ones(()).expand(shape)
+
+
+def frames(*shape, vector=()):
+    start = "parametrizations.weight."
+    return {
+        f"{start}original": stretched(*shape),
+        f"{start}0.parametrizations.u.original": stretched(*vector),
+        f"{start}0.parametrizations.v.original": stretched(*vector),
+        "bias": torch.zeros(4),
+    }
+
+
+PLAIN = {"weight": torch.eye(4), "bias": torch.zeros(4)}
+STRANGE = {
+    "a matrix of terabytes": {**PLAIN, "weight": stretched(10**6, 10**6)},
+    "a bias of terabytes": {**PLAIN, "bias": stretched(10**12)},
+    "free numbers of terabytes": frames(10**6, 10**6),
+    "a long kernel": frames(1, 20_000, 4, 2),
+    "a long kernel of vectors": {**frames(1, 20_000, 4, 1)},
+    "a kernel of nothing": frames(1, 10**9, 0, 2),
+    "a vector of terabytes": frames(1, 6, 4, 2, vector=(10**12, 1)),
+    "a vector that is copied along": frames(1, 6, 4, 2, vector=(16, 1, 4, 1)),
+    "frames without axes": frames(),
+    "sparse": {**PLAIN, "weight": torch.eye(4).to_sparse()},
+    "meta": {**PLAIN, "bias": torch.zeros(4, device="meta")},
+    "complex": {**PLAIN, "bias": torch.zeros(4, dtype=torch.complex64)},
+    "not finite": {**PLAIN, "bias": torch.full((4,), torch.nan)},
+    "beyond float32": {**PLAIN, "bias": torch.full((4,), 1e300, dtype=torch.float64)},
+    "numbers for names": {0: torch.zeros(4)},
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_weights_of_strangers_are_refused_before_they_take_memory(name):
+    for model in (ts.OrthoLinear(4, 4), ts.OrthoConv2d(4, 4, 3)):
+        with pytest.raises(ValueError, match=r"bias|weight"):
+            ts.load_weights(model, STRANGE[name])
+
+
+def test_what_cannot_take_weights():
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        ts.load_weights(None, PLAIN)
+    with pytest.raises(ValueError, match="meta device"):
+        ts.load_weights(ts.OrthoLinear(4, 4, device="meta"), PLAIN)

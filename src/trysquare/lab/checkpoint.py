@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def save_checkpoint(
     write_whole(path, content)
 
 
-def _remade(factory: str, arguments: Mapping[str, Any]) -> nn.Module:
+def _remade(factory: str, arguments: Mapping[str, object]) -> nn.Module:
     """What a factory makes, without numbers where it can, and without a trace in those that are drawn next."""
     make = _built if factory == REGISTRY else partial(_made, factory)
     with torch.random.fork_rng(devices=[]):
@@ -80,7 +81,7 @@ def _remade(factory: str, arguments: Mapping[str, Any]) -> nn.Module:
             return make(arguments)
 
 
-def encoded(model: nn.Module, factory: str, arguments: Mapping[str, Any] | None = None) -> bytes:
+def encoded(model: nn.Module, factory: str, arguments: Mapping[str, object] | None = None) -> bytes:
     """Return the content of a file of ``save_checkpoint``, with nothing said about whether it can be loaded.
 
     Raises:
@@ -144,7 +145,7 @@ def _decoded(value: object) -> object:
     return value
 
 
-def _safetensors() -> Any:
+def _safetensors() -> ModuleType:
     try:
         import safetensors.torch
     except ImportError as error:

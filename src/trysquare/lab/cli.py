@@ -24,7 +24,7 @@ from trysquare.verify.auditing import audit
 
 _FAILED, _INTERRUPTED, _ENDED_EARLY = 1, 130, 141
 # What is written where a terminal has no such letters: one for each, so that tables stay tables.
-_PLAIN = {"σ": "s", "√": "r", "≤": "<", "≥": ">", "×": "x", "±": "~", "·": "*", "…": ".", "→": ">"}
+_PLAIN = {"σ": "s", "√": "r", "≤": "<", "≥": ">", "×": "x", "±": "~", "·": "*", "…": ".", "→": ">", "–": "-"}
 # Of the recipe of a run that is there already.
 _MOVED = ("data.root",)
 _AFTERWARDS = (*_MOVED, "data.workers", "evaluate.batch_size")
@@ -268,14 +268,16 @@ def _sweep(options: argparse.Namespace, overrides: Mapping[str, object]) -> None
     best = sweep.best().path
     print(f"best run: {best}; its recipe: {sweep.path / 'best.yaml'}; on the test images: trysquare certify {best}")
     labels = "seconds of training", "certified accuracy, validation"
-    plot_curves(sweep.curves(), labels, sweep.path / "sweep.png")
-    print(f"picture: {sweep.path / 'sweep.png'}")
+    picture = sweep.place("sweep.png")
+    plot_curves(sweep.curves(), labels, picture)
+    print(f"picture: {picture}")
 
 
 def _find_lr(options: argparse.Namespace, overrides: Mapping[str, object]) -> None:
     recipe, rates = training.read_recipe(options.recipe or "digits", overrides), []
+    found = training.find_lr(recipe, steps=options.steps, start=options.start, factor=options.factor)
     print(f"learning rate  accuracy after {options.steps} steps, on images held out of training", flush=True)
-    for rate in training.find_lr(recipe, steps=options.steps, start=options.start, factor=options.factor):
+    for rate in found:
         rates.append(rate)
         print(f"{rate.lr:<13.4g}  {'not finite' if rate.found is None else f'{rate.found.accuracy:.1%}'}", flush=True)
     print(f"take --optimizer.lr {training.best_rate(rates).lr:.4g}")

@@ -103,7 +103,7 @@ def read_pickle(
     program: bytes,
     stand_ins: Mapping[tuple[str, str], object],
     storage: Callable[[object], object] | None = None,
-) -> Any:
+) -> object:
     """Return the value of a pickle that holds plain data, and what it makes by the names that it may use.
 
     Args:
@@ -282,7 +282,7 @@ _SHARING = 8
 _LONGEST_AXIS, _MOST_AXES = 2**40, 32
 
 
-def read_archive(content: bytes) -> Any:
+def read_archive(content: bytes) -> object:
     """Return what ``torch.save`` wrote: plain data and dense tensors, which come to the processor.
 
     Raises:
@@ -331,7 +331,7 @@ class _Archive:
         self.storages: dict[str, Tensor] = {}
         self.shown = 0
 
-    def read(self) -> Any:
+    def read(self) -> object:
         order = f"{self.folder}/byteorder"
         if order in self.archive.namelist() and self.archive.read(order) != b"little":
             raise ValueError("its numbers are not little-endian")

@@ -242,7 +242,7 @@ class _Block:
                 self.batches.append((get_gradient_edge(made), [weight]))
             weight.check()
             if not _wanted(free):
-                return weight.exact.detach()
+                return weight.exact.data
             if [tensor.requires_grad for tensor in free] != weight.trains:
                 return build()  # some are frozen for this pass only, whose gradients go their own way
             return weight.handed
@@ -268,6 +268,9 @@ class _Block:
         shared = {self.weights[part.cache, None]: owner for part, owner in self.owners.items()}
         for weight in self.weights.values():
             weight.check()
+        for part in self.parts:
+            if isinstance(part, Parametrization):
+                part.refuse_writes()
         met = [weight for weight in self.weights.values() if weight.gathered is not None and weight not in shared]
         if met and self.ranks is not None and not self.differentiable:
             raise RuntimeError(
@@ -418,7 +421,7 @@ class _HandOut(torch.autograd.Function):
     def forward(ctx: Any, weight: _Weight, anchor: Tensor, *free: Tensor) -> Tensor:
         ctx.weight = weight
         ctx.set_materialize_grads(False)
-        return weight.exact.detach()
+        return weight.exact.data  # which counts writes by itself: one is none into the others of its batch
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:

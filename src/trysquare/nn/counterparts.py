@@ -29,6 +29,7 @@ BATCH_NORM = (*_in_all_dimensions("BatchNorm"), nn.SyncBatchNorm)
 DROPOUT = (*_in_all_dimensions("Dropout"), nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _INSTANCE_NORM = _in_all_dimensions("InstanceNorm")
 _ORTHOGONAL = "orthogonal, same geometry"
+_BOUNDED = "1-Lipschitz as it is"
 UNKNOWN = "no 1-Lipschitz counterpart is known"
 _MEANS = "scaled to norm 1: means attenuate"
 Replacement = tuple[nn.Module | None, str]
@@ -82,8 +83,8 @@ def counterpart(at: Request, keep: tuple[type[nn.Module], ...]) -> Replacement:
     home = type(at.module).__module__.split(".")[0]
     if isinstance(at.module, keep) or home == "trysquare":
         return None, "kept, with its constant"
-    if home == "einops" and type(at.module).__name__ == "Rearrange":
-        return _moves(at)
+    if home == "einops" and type(at.module).__name__ in _EINOPS:
+        return _EINOPS[type(at.module).__name__](at)
     for classes, convert in _MODULES:
         if isinstance(at.module, classes):
             return convert(at)
@@ -121,7 +122,7 @@ def _convolution(at: Request) -> Replacement:
     try:
         return make(), _ORTHOGONAL + border
     except ValueError as error:
-        reason = str(error).split(":")[0]
+        reason = str(error).split(":")[0].replace("nothing", "one channel per group leaves orthogonal kernels nothing")
     taps = tuple(max(k, s) for k, s in zip(m.kernel_size, m.stride, strict=True))
     if at.options["expanding_shortcut"] == "2x2" and not transposed and taps != m.kernel_size:
         pads = (0,) * dims if isinstance(m.padding, str) else m.padding
@@ -173,7 +174,7 @@ def _activation(at: Request) -> Replacement:
 
 
 def _bounded(at: Request) -> Replacement:
-    return None, "1-Lipschitz as it is"
+    return None, _BOUNDED
 
 
 def _moves(at: Request) -> Replacement:
@@ -263,11 +264,31 @@ def _padding(at: Request) -> Replacement:
     return ZERO_PAD[at.dims](at.module.padding), "repeated pixels would amplify"
 
 
+def _reduction(at: Request) -> Replacement:
+    """``einops.layers.torch.Reduce``: each result is made of as many numbers as any other."""
+    m = at.module
+    if m.reduction in ("max", "min"):
+        return None, _BOUNDED
+    if m.reduction not in ("mean", "sum"):
+        raise NotConvertibleError(f"the reduction {m.reduction!r} is not Lipschitz")
+    number = at.given.numel() / at.made.numel()
+    return calls.Divided(m, number**0.5 if m.reduction == "sum" else number**-0.5), "scaled to norm 1"
+
+
+def _recurrent(at: Request) -> Replacement:
+    raise NotConvertibleError("it is not 1-Lipschitz: use ts.OrthoRNN")
+
+
+def _attention(at: Request) -> Replacement:
+    raise NotConvertibleError("attention, a product of values that depend on the input, is not Lipschitz")
+
+
 def _log_softmax(at: Request) -> Replacement:
     count = at.given.shape[at.module.dim]
     return calls.Divided(at.module, count**0.5), f"norm up to the root of {count}"
 
 
+_EINOPS = {"Rearrange": _moves, "Reduce": _reduction}
 # Classes of torch, and what to do with them.
 _MODULES: list[tuple[tuple[Any, ...], Callable[[Request], Replacement]]] = [
     ((*_in_all_dimensions("Conv"), *TRANSPOSED), _convolution),
@@ -276,8 +297,11 @@ _MODULES: list[tuple[tuple[Any, ...], Callable[[Request], Replacement]]] = [
     ((nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish,
       nn.Softplus, nn.Hardswish), _activation),
     ((nn.Sigmoid, nn.Tanh, nn.Hardsigmoid, nn.Hardtanh, nn.Softsign, nn.LogSigmoid, nn.Tanhshrink, nn.Softshrink,
-      nn.Softmax, nn.Softmax2d), _bounded),
+      nn.Softmax, nn.Softmax2d, nn.Softmin), _bounded),
     ((nn.LogSoftmax,), _log_softmax),
+    ((nn.RNNBase, nn.RNNCellBase), _recurrent),
+    ((nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder,
+      nn.TransformerDecoderLayer), _attention),
     (_in_all_dimensions("MaxPool"), _max_pool),
     (_in_all_dimensions("AvgPool"), _average_pool),
     ((*_in_all_dimensions("AdaptiveAvgPool"), *_in_all_dimensions("AdaptiveMaxPool")), _adaptive_pool),

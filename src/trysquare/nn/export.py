@@ -56,7 +56,7 @@ def to_torch(model: nn.Module, *, keep: tuple[type[nn.Module], ...] = ()) -> nn.
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     refuse_sharded(model)
     # A copy that is given beforehand replaces the module wherever it occurs.
-    replaced: dict[int, Any] = {}
+    replaced: dict[int, nn.Module] = {}
     original = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
     for module in _inside_out(model, set()):
         if isinstance(module, PlainLayer) and not isinstance(module, keep) and _as_written_here(module):

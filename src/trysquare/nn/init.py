@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trysquare.nn.geometry import ConvGeometry, number, per_axis, positive
+from trysquare.nn.linalg.checks import require_dense
 from trysquare.nn.linalg.orthonormal import random_orthonormal
 from trysquare.nn.parametrizations import AOC
 
@@ -43,17 +44,23 @@ def orthogonal_(
         ``tensor``.
 
     Raises:
-        ValueError: if no orthogonal kernel has these numbers, with a way out.
+        ValueError: if no orthogonal kernel has these numbers, with a way out; if ``tensor`` is no dense one.
+        TypeError: if it is no tensor.
 
     >>> conv = nn.Conv2d(8, 16, 3, stride=2, padding=1, padding_mode="circular")
     >>> _ = ts.init.orthogonal_(conv.weight, stride=2)
     >>> bool((ts.singular_values(conv, (8, 6, 6)) - 1).abs().max() < 1e-5)
     True
     """
-    if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point or tensor.ndim < 2:
+    tensor = require_dense("tensor", tensor)
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError("tensor has several entries in one place of memory (expand): fill a copy, tensor.clone()")
+    if not tensor.dtype.is_floating_point or tensor.ndim < 2:
         raise ValueError(
             "tensor must be of a real floating point type and have at least two axes, (out, in, *kernel_size)"
         )
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator must be a torch.Generator, not {type(generator).__name__}")
     gain = number("gain", gain)
     if not math.isfinite(gain):
         raise ValueError(f"gain={gain} must be finite")
@@ -68,8 +75,10 @@ def orthogonal_(
 def _drawn(tensor: Tensor, stride: Size, dilation: Size, groups: int) -> Tensor:
     out, of_group, *kernel_size = tensor.shape
     if not kernel_size:
-        if groups > 1:
-            raise ValueError(f"groups={groups} has no meaning for a matrix {tuple(tensor.shape)}")
+        if (stride, dilation, groups) != (1, 1, 1):
+            raise ValueError(
+                f"stride={stride}, dilation={dilation} and groups={groups} must be 1 for a matrix {tuple(tensor.shape)}"
+            )
         return random_orthonormal(out, of_group)
     dims = len(kernel_size)
     sizes = tuple(kernel_size), per_axis("stride", stride, dims), per_axis("dilation", dilation, dims)

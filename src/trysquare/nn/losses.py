@@ -174,6 +174,8 @@ class OffsetCrossEntropy(Loss):
     Args:
         margin: ``m``; ``margin_for_radius`` gives the one for a wanted radius.
         temperature: ``τ``.
+        smoothing: share of the target that is spread over all classes (label smoothing), which keeps samples that
+            have their margin from growing it without end.
         reduction: over the batch.
 
     >>> loss = ts.losses.OffsetCrossEntropy(margin=1.0, temperature=0.125)
@@ -181,20 +183,30 @@ class OffsetCrossEntropy(Loss):
     0.0
     """
 
-    def __init__(self, margin: float = 1.5 * _SQRT2, temperature: float = 0.125, *, reduction: str = "mean") -> None:
+    def __init__(
+        self,
+        margin: float = 1.5 * _SQRT2,
+        temperature: float = 0.125,
+        smoothing: float = 0.0,
+        *,
+        reduction: str = "mean",
+    ) -> None:
         super().__init__(reduction=reduction)
         _check_number("margin", margin)
         _check_number("temperature", temperature, positive=True)
-        self.margin, self.temperature = margin, temperature
+        _check_number("smoothing", smoothing, most=1.0)
+        self.margin, self.temperature, self.smoothing = margin, temperature, smoothing
 
     def per_sample(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of each sample."""
-        return self.temperature * _offset_cross_entropy(logits, labels, self.margin, self.temperature)
+        return self.temperature * _offset_cross_entropy(logits, labels, self.margin, self.temperature, self.smoothing)
 
 
-def _offset_cross_entropy(logits: Tensor, labels: Tensor, margin: float, temperature: float) -> Tensor:
+def _offset_cross_entropy(
+    logits: Tensor, labels: Tensor, margin: float, temperature: float, smoothing: float = 0.0
+) -> Tensor:
     offset = logits - margin * _is_true(logits, labels).to(logits)
-    return F.cross_entropy(offset / temperature, labels, reduction="none")
+    return F.cross_entropy(offset / temperature, labels, reduction="none", label_smoothing=smoothing)
 
 
 class CategoricalHinge(Loss):
@@ -658,7 +670,7 @@ def make_loss(name: str, **params: Any) -> Loss:
         ValueError: if there is no such loss, or it has no such parameter; names the nearest one.
 
     >>> ts.losses.make_loss("offset-cross-entropy", margin=0.5)
-    OffsetCrossEntropy(margin=0.5, temperature=0.125)
+    OffsetCrossEntropy(margin=0.5, temperature=0.125, smoothing=0)
     """
     loss = pick(LOSSES, name, "loss")
     for param in params:

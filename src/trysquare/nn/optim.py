@@ -13,8 +13,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim.optimizer import ParamsT
 
 from trysquare.nn.geometry import positive
+from trysquare.nn.linalg.orthonormal import orthonormal_rows
 from trysquare.nn.linalg.precision import full_precision
+from trysquare.nn.linalg.stiefel import nearest
 from trysquare.nn.linalg.unitary import distance_from_unitary, low_rank_factors, polish, rotate
+from trysquare.nn.riemannian import RiemannianAdam as RiemannianAdam
+from trysquare.nn.riemannian import is_known, mark
 
 _POLISH_EVERY = 100
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -35,9 +39,10 @@ def parameter_groups(model: nn.Module, *, lr: float | None = None, weight_decay:
         weight_decay: decay of plain weights.
 
     Returns:
-        Groups named ``"free"`` (free tensors of weights of ours, and of any other parametrization), ``"decayed"`` and
-        ``"other"`` (biases, factors, angles), without empty ones. They are dictionaries, so you can set
-        another learning rate for a group.
+        Groups named ``"orthonormal"`` (matrices of layers with ``method="manifold"``, which ``RiemannianAdam`` keeps
+        orthonormal; also told by ``group["orthonormal"]``), ``"free"`` (other free tensors of weights of ours, and of
+        any other parametrization), ``"decayed"`` and ``"other"`` (biases, factors, angles), without empty ones. They
+        are dictionaries, so you can set another learning rate for a group.
 
     Raises:
         TypeError: if ``model`` is no module.
@@ -49,23 +54,29 @@ def parameter_groups(model: nn.Module, *, lr: float | None = None, weight_decay:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    kinds: dict[str, dict[Tensor, None]] = {"free": {}, "decayed": {}, "other": {}}  # dictionaries as ordered sets
+    names = ("orthonormal", "free", "decayed", "other")
+    kinds: dict[str, dict[Tensor, None]] = {name: {} for name in names}  # dictionaries as ordered sets
     for module in model.modules():
         ours = type(module).__module__.startswith("trysquare.")
-        for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(module, ParametrizationList) or (ours and name == "weight"):
+        matrices = getattr(module[0], "orthonormal_count", 0) if isinstance(module, ParametrizationList) else 0
+        for number, (name, parameter) in enumerate(module.named_parameters(recurse=False)):
+            if number < matrices:
+                kind = "orthonormal"
+            elif isinstance(module, ParametrizationList) or (ours and name == "weight"):
                 kind = "free"
             else:
                 kind = "decayed" if parameter.ndim > 1 and not ours else "other"
             if parameter.requires_grad and not any(parameter in group for group in kinds.values()):
                 kinds[kind][parameter] = None
     rate: dict[str, Any] = {} if lr is None else {"lr": lr}
-    decays = {"free": 0.0, "decayed": weight_decay, "other": 0.0}
     return [
-        {"name": kind, "params": list(group), **rate, "weight_decay": decays[kind]}
+        {
+            "name": kind, "params": list(group), **rate,
+            "weight_decay": weight_decay if kind == "decayed" else 0.0, "orthonormal": kind == "orthonormal",
+        }
         for kind, group in kinds.items()
         if group
-    ]
+    ]  # fmt: skip
 
 
 class ProjUNN(torch.optim.Optimizer):
@@ -187,7 +198,8 @@ class Lookahead:
     """Every so many steps of an optimizer, go back to a place between where they began and where they led.
 
     As of Zhang et al. (2019). Where they began is part of the optimizer's ``state_dict``. Free tensors of orthogonal
-    layers may be any matrix, so that a place between two of them is one too.
+    layers may be any matrix, so that a place between two of them is one too; what ``RiemannianAdam`` keeps orthonormal
+    goes to the orthonormal matrix that is nearest to that place.
 
     Args:
         optimizer: any of torch's; it is used as before.
@@ -216,13 +228,17 @@ class Lookahead:
         group["lookahead_steps"] += 1
         for parameter, slow in self._kept.trained():
             if group["lookahead_steps"] % self.every == 0:
-                parameter.copy_(slow.lerp_(parameter, self.share))
+                orthonormal = is_known(parameter)
+                _write(parameter, slow.lerp_(parameter, self.share), orthonormal)
+                if orthonormal:
+                    slow.copy_(parameter)
 
 
 class MovingAverage:
     """The moving average of what an optimizer trains, to evaluate with. It is part of the optimizer's ``state_dict``.
 
-    Buffers, such as the means of a centering, stay as they are.
+    Buffers, such as the means of a centering, stay as they are. The average of what ``RiemannianAdam`` keeps
+    orthonormal is the orthonormal matrix that is nearest to the mean.
 
     Args:
         optimizer: any of torch's; it is used as before.
@@ -258,12 +274,18 @@ class MovingAverage:
     def applied(self) -> Iterator[None]:
         """Put the averages in the places of the parameters, and afterwards these back, bit for bit."""
         pairs = self._kept.pairs()
-        trained = [(parameter, parameter.detach().clone()) for parameter, _ in pairs]
-        _copy(pairs)
+        trained = [(parameter, parameter.detach().clone(), is_known(parameter)) for parameter, _ in pairs]
+        with torch.no_grad():
+            for (parameter, average), (*_, orthonormal) in zip(pairs, trained, strict=True):
+                _write(parameter, average, orthonormal)
         try:
             yield
         finally:
-            _copy(trained)
+            with torch.no_grad():
+                for parameter, value, orthonormal in trained:
+                    parameter.copy_(value)
+                    if orthonormal:
+                        mark(parameter)
 
 
 class _Kept:
@@ -294,10 +316,17 @@ class _Kept:
         return [(p, states[p][self.name]) for p in self._parameters() if p in states and self.name in states[p]]
 
 
-@torch.no_grad()
-def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    for parameter, value in pairs:
+def _write(parameter: Tensor, value: Tensor, orthonormal: bool) -> None:
+    """Write a mean of values of a parameter, or the orthonormal matrix nearest to it, into the parameter."""
+    if not orthonormal:
         parameter.copy_(value)
+        return
+    tall = value.shape[-2] > value.shape[-1]
+    with full_precision(value):
+        # Gram-Schmidt changes nothing but what is too far from orthonormal for the iteration.
+        matrix = orthonormal_rows(nearest(value.mT if tall else value))
+    parameter.copy_(matrix.mT if tall else matrix)
+    mark(parameter)
 
 
 def _share(name: str, value: float) -> float:

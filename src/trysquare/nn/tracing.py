@@ -104,15 +104,16 @@ class _Tracer(fx.Tracer):
     """Records calls with the sizes of their results, and the user's line that made them."""
 
     def __init__(self, model: nn.Module, inputs: Sequence[Tensor], keep: tuple[type[nn.Module], ...]) -> None:
-        super().__init__()
+        einops = sys.modules.get("einops")  # its functions want to know what kind of tensor they are given
+        searched: Any = (math,) if einops is None else (math, einops)
+        super().__init__(autowrap_modules=searched)
         optional = list(inspect.signature(model.forward).parameters.values())[len(inputs) :]
         self.model, self.inputs, self.keep = model, iter([*inputs, *(each.default for each in optional)]), keep
         self.fake = torch_internals.FakeTensorMode(allow_non_fake_inputs=True)
         self.runs = False  # a leaf, whose inner calls are not traced
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        ours = type(m).__module__.split(".")[0] in ("trysquare", "einops")
-        return ours or isinstance(m, self.keep) or super().is_leaf_module(m, module_qualified_name)
+        return is_leaf(m, self.keep)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
@@ -128,7 +129,7 @@ class _Tracer(fx.Tracer):
     def create_arg(self, a: object) -> fx.node.Argument:
         return super().create_arg(tuple(a) if isinstance(a, _Sizes) else a)
 
-    def create_proxy(self, kind: str, target: fx.node.Target, *args: Any, **kwargs: Any) -> fx.Proxy:
+    def create_proxy(self, kind: str, target: fx.node.Target, *args: Any, **kwargs: Any) -> Any:
         proxy = super().create_proxy(kind, target, *args, **kwargs)
         proxy.node.meta["line"] = _user_line()
         self.runs = True
@@ -141,6 +142,9 @@ class _Tracer(fx.Tracer):
             raise ValueError(f"the model does not take this input: {error}") from error
         finally:
             self.runs = False
+        value = proxy.node.meta["value"]
+        if type(value) in (tuple, list):  # which code may slice, reverse, count and unpack
+            return tuple(operator.getitem(proxy, place) for place in range(len(value)))
         return proxy
 
     def _run(self, node: fx.Node) -> object:
@@ -163,6 +167,12 @@ def _attribute(model: nn.Module, target: object) -> object:
     return getattr(model.get_submodule(path), name)
 
 
+def is_leaf(module: nn.Module, keep: tuple[type[nn.Module], ...] = ()) -> bool:
+    """Return whether a module is one call, because it is torch's, of this package, or of a class in ``keep``."""
+    known = type(module).__module__.split(".")[0] in ("trysquare", "einops")
+    return known or isinstance(module, keep) or fx.Tracer().is_leaf_module(module, "")
+
+
 def trace(model: nn.Module, inputs: Sequence[Tensor], keep: tuple[type[nn.Module], ...] = ()) -> fx.Graph:
     """Return the graph of a forward pass; modules of torch, of this package and of classes in ``keep`` are one call.
 
@@ -172,6 +182,9 @@ def trace(model: nn.Module, inputs: Sequence[Tensor], keep: tuple[type[nn.Module
     try:
         traced, plain = _Tracer(model, inputs, keep).trace(model), fx.Graph()
         plain.output(plain.graph_copy(traced, {}))  # a graph names the class of its tracer, which a pickle would want
+        for node in reversed(list(plain.nodes)):
+            if node.target is operator.getitem and not node.users:  # parts that are not used
+                plain.erase_node(node)
         return plain
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         lines = [line for frame, _ in traceback.walk_tb(error.__traceback__) if (line := _line_of(frame))]

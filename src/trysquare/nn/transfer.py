@@ -21,6 +21,7 @@ from trysquare.nn.layers.block import Block
 from trysquare.nn.layers.conv import OrthogonalConvolution
 from trysquare.nn.layers.heads import UnitNormLinear
 from trysquare.nn.layers.potential import PotentialConv
+from trysquare.nn.linalg.checks import require_dense
 from trysquare.nn.linalg.kernels import compose
 from trysquare.nn.linalg.rescaling import contract_rows, unit_rows
 from trysquare.nn.parametrizations import AOC
@@ -55,7 +56,9 @@ def load_weights(
         1e-7 where it is the same.
 
     Raises:
-        ValueError: if names or shapes do not fit, or there is no such orthogonalizer. The model is then partly loaded.
+        ValueError: if names or shapes do not fit, numbers are not finite, complex or not there (sparse or nested
+            tensors, the meta device), or there is no such orthogonalizer. The model is then partly loaded.
+        TypeError: if ``model`` is no module.
 
     >>> plain = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> model = nn.Sequential(OrthoLinear(8, 4), nn.ReLU(), UnitNormLinear(4, 2))
@@ -63,6 +66,10 @@ def load_weights(
     >>> sorted(moved), bool(torch.equal(model[0].bias, plain[0].bias))
     (['0.weight', '2.weight'], True)
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        require_dense(f"{name} of the model", tensor, meta=False)
     state = _State(weights, orthogonalizer)
     moved = dict(_load(model, state, "", ""))
     state.refuse_unused()
@@ -97,11 +104,16 @@ def _copy(target: Tensor, name: str, state: _State, path: str) -> None:
     if value.numel() != target.numel():
         raise ValueError(f"{path}{name} has the shape {tuple(value.shape)}, and {tuple(target.shape)} in the model")
     target.copy_(value.reshape(target.shape))
+    if not target.isfinite().all():
+        raise ValueError(f"{path}{name} holds numbers that are not finite, or too large for {target.dtype}")
 
 
 def _load_weight(layer: ParametrizedWeight, state: _State, path: str) -> float:
     made, shape = layer.parametrization, tuple(layer.parametrization.weight_shape)
-    weight, whole = state.weight(path, layer)
+    try:
+        weight, whole = state.weight(path, layer)
+    except (IndexError, RuntimeError) as error:
+        raise ValueError(f"the shapes of what {path}weight is made of do not fit each other: {error}") from error
     if tuple(weight.shape) != shape:
         raise ValueError(f"{path}weight has the shape {tuple(weight.shape)}, and {shape} in the model, of {layer}")
     if whole is not None and isinstance(made, AOC) and whole.shape[1] == made.geometry.inner_channels:
@@ -121,8 +133,12 @@ class _State:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], orthogonalizer: str) -> None:
-        if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        pairs = list(tensors.items()) if isinstance(tensors, Mapping) else [(None, None)]
+        if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in pairs):
             raise ValueError("weights must be a state_dict: tensors by name")
+        for name, value in pairs:
+            if require_dense(f"{name}", value, meta=False).is_complex():
+                raise ValueError(f"{name} holds complex numbers, of which the model would keep the real parts")
         self._tensors, self._used = tensors, set[str]()
         self._orthonormal = pick(_ORTHONORMAL, orthogonalizer, "orthogonalizer of orthogonium")
         self._orthogonalizer = orthogonalizer
@@ -151,10 +167,16 @@ class _State:
         Raises:
             ValueError: if there is none, or one whose formula is not known.
         """
+        self._require_sizes(path, layer)
         if isinstance(layer, Block):
             return self._contraction(f"{path}kernel", path, layer), None
         plain = self.take(f"{path}weight")
         if plain is not None:
+            if plain.shape != layer.parametrization.weight_shape:  # before memory is taken for it
+                raise ValueError(
+                    f"{path}weight has the shape {tuple(plain.shape)}, and "
+                    f"{tuple(layer.parametrization.weight_shape)} in the model, of {layer}"
+                )
             return plain.detach().double().cpu(), None
         if self.holds(f"{path}parametrizations.weight_1."):
             inner, groups = self._kernel(path, "weight_1"), layer.groups
@@ -170,6 +192,21 @@ class _State:
         kernel, n, m = self._kernel(path, "weight"), layer.geometry.group_out, layer.geometry.group_in
         kernel = kernel.transpose(1, 2) if n < m else kernel
         return kernel[:, :n, :m].flatten(0, 1), None
+
+    def _require_sizes(self, path: str, layer: ParametrizedWeight) -> None:
+        """Refuse free tensors that are too large to be those of such a layer, before they take memory and time.
+
+        Raises:
+            ValueError: if one is; it names the sizes.
+        """
+        most = math.prod(layer.parametrization.weight_shape)
+        if isinstance(layer, OrthogonalConvolution):
+            made = layer.geometry
+            widest = max(made.group_in * math.prod(made.stride), made.group_out)
+            most = max(most, 2 * made.groups * math.prod(made.kernel_size) * widest**2)
+        for name, value in self._tensors.items():
+            if name.startswith(f"{path}parametrizations.") and not 1 <= value.numel() <= most:
+                raise ValueError(f"{name} has {value.numel()} numbers, and at most {most} make the weight of {layer}")
 
     def _free(self, path: str, name: str, normed: str | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the free tensor of a weight, and the vectors that its power iteration starts from.
@@ -201,6 +238,11 @@ class _State:
         free, start = self._free(path, name, None if self._orthogonalizer == "cholesky" else normed)
         matrices = free.view(groups, len(free) // groups, -1) if groups else free
         if start is not None:
+            if start.shape != (*matrices.shape[:-1], 1):
+                raise ValueError(
+                    f"{path}parametrizations.{name}: a vector of shape {tuple(start.shape)} does not fit matrices of "
+                    f"shape {tuple(matrices.shape)}"
+                )
             u = F.normalize(start, dim=-2)
             for _ in range(_POWER_STEPS):
                 v = F.normalize(matrices.mT @ u, dim=-2)
@@ -215,8 +257,8 @@ class _State:
 
     def _kernel(self, path: str, name: str) -> Tensor:
         """Return a kernel ``(g, c, c, k, k)``, of frames ``(g, 2 k, c, h)``."""
-        shape = self._tensors[f"{path}parametrizations.{name}.original"].shape
-        if shape[-1] == 1:  # of two or three channels: vectors
+        shape = self._tensors.get(f"{path}parametrizations.{name}.original", torch.empty(0)).shape
+        if shape[-1:] == (1,):  # of two or three channels: vectors
             frames = F.normalize(self._free(path, name)[0], dim=-2)
         else:
             frames = self._made_orthonormal(path, name, 0, "0")

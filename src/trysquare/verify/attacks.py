@@ -576,7 +576,7 @@ def _attack_batch(
     return found, answers
 
 
-def _answer(model: nn.Module, images: Tensor) -> Any:
+def _answer(model: nn.Module, images: Tensor) -> object:
     """Return the answer to images that the model sees for the first time, and whose shape it may not take.
 
     Raises:

@@ -4,7 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trysquare.lab.data.augment import AUGMENTATIONS, Flip, RandomCrop, RandomResizedCrop, augmentations, resampling
+from trysquare.lab.data.augment import (
+    AUGMENTATIONS,
+    ColorJitter,
+    Flip,
+    RandomCrop,
+    RandomResizedCrop,
+    augmentations,
+    resampling,
+)
 from trysquare.lab.data.randomness import Randomness
 
 IMAGES = torch.rand(64, 3, 9, 7, generator=torch.Generator().manual_seed(5))
@@ -134,3 +142,19 @@ def test_reflection_reaches_less_than_the_image():
 def test_values_out_of_range(name, parameters):
     with pytest.raises(ValueError, match=f"{name}|{next(iter(parameters))}"):
         augmentations({name: parameters})
+
+
+def test_jitter_scales_from_black_then_from_grey():
+    jittered = ColorJitter(0.2, 0.1)(IMAGES, random())
+    again = random()
+    bright, colourful = (1 + amount * (2 * again.uniform() - 1) for amount in (0.2, 0.1))
+    for image, result, first, second in zip(IMAGES, jittered, bright, colourful, strict=True):
+        expected = (image * first).clamp(0, 1)
+        grey = (expected * torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(0)
+        torch.testing.assert_close(result, (grey + second * (expected - grey)).clamp(0, 1))
+    assert bright.min() >= 0.8
+    assert bright.max() <= 1.2
+    assert len(bright.unique()) == len(IMAGES)  # each image has numbers of its own
+    assert torch.equal(ColorJitter(0.0, 0.0)(IMAGES, random()), IMAGES)
+    with pytest.raises(ValueError, match="from 0 to 1, found brightness=2"):
+        ColorJitter(brightness=2)

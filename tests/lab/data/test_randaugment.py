@@ -123,3 +123,17 @@ def test_images_are_not_changed_in_place():
     before = images.clone()
     RandAugment(3, 20)(images, Randomness(torch.Generator(), 32))
     assert torch.equal(images, before)
+
+
+def test_some_images_only():
+    images = torch.rand(200, 3, 8, 8)
+    always, sometimes, never = (
+        RandAugment(2, 9, probability)(images, Randomness(torch.Generator().manual_seed(0), 200))
+        for probability in (1.0, 0.5, 0.0)
+    )
+    assert torch.equal(never, images)
+    left = [torch.equal(one, other) for one, other in zip(sometimes, images, strict=True)]
+    assert all(alone or torch.equal(one, other) for alone, one, other in zip(left, sometimes, always, strict=True))
+    assert 60 < sum(left) < 150
+    with pytest.raises(ValueError, match=r"probability from 0 to 1, found 1\.5"):
+        RandAugment(probability=1.5)

@@ -130,6 +130,9 @@ def test_published_sizes(name, millions):
     with torch.device("meta"):
         model = build(name, (3, 32, 32), 10)
     assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions
+    if name == "lipnext":
+        matrices = sum(p.numel() for p in model.features.parameters() if p.shape[-2:] == (1024, 1024))
+        assert matrices == 64 * 2**20  # 64 M, as published, which leaves the positions out
 
 
 def test_lipnext_sees_far():
@@ -212,6 +215,49 @@ def test_ways_to_stride(strided):
     downsampling = [layer for layer in model.modules() if isinstance(layer, ts.InvertibleDownsampling2d)]
     assert len(downsampling) == (2 if strided == "emulated" else 0)
     assert strided != "parsimonious" or model.features[2].geometry.parsimonious
+
+
+@pytest.mark.parametrize(("name", "stride"), [("tiny-cifar", 2), ("bcop-small", 1), ("cifar10-robust", 1)])
+def test_zeros_in_place_of_the_first_layer(name, stride):
+    options = {"widths": (16, 32)} if name == "tiny-cifar" else {}
+    (model, shape), (usual, _) = (small(name, **options, zeros=zeros) for zeros in (True, False))
+    convolutions = [[m for m in each.modules() if isinstance(m, ts.OrthoConv2d)] for each in (model, usual)]
+    assert len(convolutions[0]) == len(convolutions[1]) - 1
+    x = torch.randn(2, *shape)
+    wide = model.features[: 2 if stride > 1 else 1](x)
+    assert wide.shape[1:] == (convolutions[0][0].in_channels, shape[1] // stride, shape[2] // stride)
+    torch.testing.assert_close(wide.flatten(1).norm(dim=1), x.flatten(1).norm(dim=1))
+    trained(model, shape)
+    assert 0.9 < ts.lipschitz_bound(model.eval(), shape) <= 1 + 1e-4
+    with pytest.raises(ValueError, match="zeros=True needs a first width of at least 12"):
+        build("tiny-cifar", (3, 8, 8), widths=(8,), zeros=True)
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("patch", [0, 7])
+def test_liresnet_with_and_without_residuals_and_patches(residual, patch):
+    shape = (3, 28, 28)
+    model = build(
+        "liresnet", shape, 10, width=12, depth=2, dense_width=16, dense_layers=1, residual=residual, patch=patch
+    )
+    trained(model, shape)
+    assert ts.lipschitz_bound(model.eval().features, shape) <= 1 + 1e-4
+    assert model(torch.randn(2, *shape)).shape == (2, 10)
+
+
+def test_models_on_the_manifold_are_there_altogether():
+    """With conv="manifold" the optimizer keeps convolutions and linear layers, but for the head."""
+    for name in ("tiny-cifar", "bcop-small", "lipnext", "liresnet-aoc"):
+        model, shape = small(name, conv="manifold")
+        groups = {group["name"]: group["params"] for group in ts.parameter_groups(model)}
+        assert len(groups["orthonormal"]) >= 2
+        optimizer = ts.optim.RiemannianAdam(ts.parameter_groups(model, lr=0.01))
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.randn(4, *shape)), torch.arange(4)).backward()
+            optimizer.step()
+        expected = FACTOR if name == "liresnet-aoc" else 1.0
+        assert ts.lipschitz_bound(model.eval().features, shape) <= expected + 1e-4
 
 
 def test_no_dense_layers():

@@ -78,6 +78,14 @@ def stopping_after(monkeypatch, step):
         {"optimizer.name": "sgd", "train.clip": 0.1, "train.accumulate": 2},
         {"optimizer.name": "nadam", "optimizer.lookahead": 6, "optimizer.average": 0.9},
         {"loss.name": "emma", "train.radius_start": 0.01, "model.centering": "batch"},
+        {
+            "optimizer.name": "riemannian-adam",
+            "model.conv": "manifold",
+            "optimizer.lookahead": 6,
+            "optimizer.average": 0.9,
+            "train.clip_layers": 0.1,
+            "train.clip": 0.3,
+        },
     ],
     ids=lambda options: options.get("optimizer.name") or options.get("loss.name", "schedule-free"),
 )

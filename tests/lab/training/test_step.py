@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import trysquare as ts
-from trysquare.lab.training.step import OPTIMIZERS, Gradients, learning_rate
+from trysquare.lab.training.step import OPTIMIZERS, Gradients, clip_layers, learning_rate
 from trysquare.nn import building
 from trysquare.nn.parametrizations.base import Parametrization
 
@@ -152,3 +152,25 @@ def test_missing_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "schedulefree", None)
     with pytest.raises(ImportError, match=r"trysquare\[train\]"):
         OPTIMIZERS["schedule-free-sgd"](nn.Linear(1, 1).parameters(), 1)
+
+
+def test_layers_are_clipped_one_by_one():
+    model = nn.Sequential(ts.OrthoConv2d(3, 4, 3), ts.MaxMin(), nn.Flatten(), nn.Linear(64, 2), nn.Linear(2, 2))
+    model[4].requires_grad_(False)
+    (1e3 * model(torch.randn(2, 3, 4, 4))).sum().backward()
+    model[3].weight.grad.mul_(1e-9)
+    model[3].bias.grad.mul_(1e-9)
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    clip_layers(model, 0.5)
+    conv = [p.grad.flatten() for p in model[0].parameters()]
+    assert len(conv) == 3  # a bias, and the free tensors of the weight
+    assert float(torch.cat(conv).norm()) == pytest.approx(0.5, rel=1e-4)
+    for name, parameter in model[3].named_parameters():
+        assert torch.equal(parameter.grad, before[f"3.{name}"])  # small ones stay
+    for name, parameter in model[0].named_parameters():
+        found, was = parameter.grad.flatten(), before[f"0.{name}"].flatten()
+        torch.testing.assert_close(found / found.norm(), was / was.norm())
+    root = ts.OrthoLinear(4, 4)
+    root(torch.full((1, 4), 1e3)).sum().backward()
+    clip_layers(root, 1.0)
+    assert float(torch.cat([p.grad.flatten() for p in root.parameters()]).norm()) == pytest.approx(1, rel=1e-4)

@@ -1,6 +1,7 @@
 """Choosing on images that are held out of training."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -128,6 +129,7 @@ def test_runs_that_fail_are_last(tmp_path, monkeypatch):
         ({"optimizer.lrr": [1]}, "did you mean 'lr'"),
         ({"optimizer.lr": [0.1, -1]}, "above 0"),
         ({"train.epochs": [1, 2]}, "follows from the budget"),
+        ({"model.widths": [[16], [16] * 500]}, "at most 64 stages"),
     ],
 )
 def test_choices_that_do_not_fit_are_refused_at_once(tmp_path, choices, message):
@@ -147,6 +149,72 @@ def test_damaged_sweeps(tmp_path):
             ts.training.load_sweep(made.path)
     with pytest.raises(ValueError, match="is not empty"):
         ts.training.start_sweep(recipe(), {"optimizer.lr": [0.01]}, 1.0, tmp_path / "s")
+
+
+WRONG = {
+    "a folder elsewhere": {"number": "../../victim"}, "a folder from the root": {"number": "/"},
+    "another number": {"number": 2}, "no whole number": {"number": 1.0}, "a truth value": {"number": True},
+    "a speed of text": {"speed": "x"}, "an infinite speed": {"speed": math.inf}, "a negative speed": {"speed": -1},
+    "a list of values": {"values": [1]}, "a wild value": {"values": {"train.epochs": 10**30}},
+    "text for rounds": {"rounds": "x"}, "an empty round": {"rounds": [{}]},
+    "no epochs": {"rounds": [{"epochs": 0, "accuracy": 0.5, "certified": 0.5, "seconds": 1}]},
+    "not a number": {"rounds": [{"epochs": 1, "accuracy": math.nan, "certified": 0.5, "seconds": 1}]},
+}  # fmt: skip
+WHOLE = {
+    "no combination": {"trials": []}, "a budget without end": {"budget": 1e308}, "no budget": {"budget": math.nan},
+    "another radius": {"radius": 77.0}, "a list": [1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*WRONG, *WHOLE, "many", "twice the same"])
+def test_sweeps_of_strangers_are_checked_before_anything_is_trained(name, tmp_path, capsys):
+    made = ts.training.start_sweep(recipe(), {"optimizer.lr": [0.01]}, 1.0, tmp_path / "s")
+    content = json.loads((made.path / "sweep.json").read_text())
+    (trial,) = content["trials"]
+    several = {"many": [{**trial, "number": number} for number in range(1, 1002)], "twice the same": [trial, trial]}
+    trials = several.get(name, [{**trial, **WRONG.get(name, {})}])
+    whole = WHOLE.get(name, {"trials": trials})
+    (made.path / "sweep.json").write_text(json.dumps(whole if isinstance(whole, list) else {**content, **whole}))
+    assert main(["sweep", "--resume", str(made.path)]) == 1
+    shown = capsys.readouterr()
+    assert "is damaged" in shown.err
+    assert shown.err.count("\n") == 1
+    assert [path.name for path in made.path.iterdir()] == ["sweep.json"]
+
+
+@pytest.mark.parametrize("name", ["round-1", "round-1/1", "best.yaml", "sweep.png", "sweep.json"])
+def test_a_sweep_writes_and_deletes_nothing_through_links(name, tmp_path, monkeypatch, capsys):
+    few_epochs(monkeypatch)
+    made = ts.training.start_sweep(recipe(), {"optimizer.lr": [0.01]}, 1.0, tmp_path / "s")
+    elsewhere, link = tmp_path / "elsewhere", made.path / name
+    kept = elsewhere / "1" / "kept"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes((made.path / "sweep.json").read_bytes())
+    link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to({"round-1": elsewhere, "round-1/1": kept.parent}.get(name, kept))
+    before = kept.read_bytes()
+    assert main(["sweep", "--resume", str(made.path)]) == 1
+    assert "by a symbolic link" in capsys.readouterr().err
+    assert kept.read_bytes() == before
+    assert [path.name for path in kept.parent.iterdir()] == ["kept"]
+
+
+def test_one_process_at_a_time_goes_on_with_a_sweep(tmp_path, monkeypatch):
+    few_epochs(monkeypatch)
+    made = ts.training.start_sweep(recipe(), {"optimizer.lr": [0.01]}, 1.0, tmp_path / "s")
+    lines = made.run()
+    next(lines)
+    with pytest.raises(ValueError, match="another process"):
+        next(ts.training.load_sweep(made.path).run())
+    lines.close()
+    assert len(list(ts.training.load_sweep(made.path).run())) == 2
+
+
+def test_values_cannot_steer_a_terminal():
+    assert sweep.Trial(1, {"data.root": "\x1b[31m", "optimizer.lr": "1e-3"}).name == (
+        'data.root="\\u001b[31m" optimizer.lr=1e-3'
+    )
 
 
 def test_the_command(tmp_path, capsys):
@@ -190,6 +258,29 @@ def test_find_lr_on_digits(capsys):
     assert float(lines[-1].split()[-1]) > 1e-4
     assert main([*command[:-2], "--factor", "1"]) == 1
     assert "above 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"steps": 10**30},
+        {"steps": 0},
+        {"start": math.inf},
+        {"start": math.nan},
+        {"factor": 1e300},
+        {"factor": math.nan},
+    ],
+    ids=str,
+)
+def test_rates_without_bounds_are_refused_at_once(numbers):
+    with pytest.raises(ValueError, match=next(iter(numbers))):
+        ts.training.find_lr(recipe(), **numbers)
+
+
+def test_the_search_ends_at_the_largest_rate_of_a_recipe(monkeypatch):
+    better = (loop.Evaluation(1.0, accuracy, {}) for accuracy in (0.1, 0.2, 0.3))
+    monkeypatch.setattr(sweep, "_after", lambda recipe, lr, steps: ts.training.Rate(lr, next(better)))
+    assert [rate.lr for rate in ts.training.find_lr(recipe(), start=1.0, factor=1e6)] == [1.0, 1e6]
 
 
 def test_a_rate_that_explodes_ends_the_search(monkeypatch):

@@ -1,6 +1,7 @@
 """The layers are torch's layers in every respect that people rely on."""
 
 import copy
+import inspect
 import io
 
 import numpy as np
@@ -410,8 +411,6 @@ def test_bad_inputs_are_named_before_any_work():
         ts.OrthoConv2d(4, 4, 3, padding=np.array([1, 1]))
     with pytest.raises(ValueError, match="orthogonalizer"):
         ts.OrthoConv2d(4, 4, 3, orthogonalizer=["qr"])
-    with pytest.raises(ValueError, match="floating point"):
-        ts.OrthoLinear(4, 4, dtype=torch.int32)
     with pytest.raises(ValueError, match="drops outputs"):
         ts.OrthoConv1d(4, 4, 3, padding=0).adjoint()
     with pytest.raises(ValueError, match="reaches the stride"):
@@ -449,3 +448,24 @@ def test_gradient_penalty_works():
     (gradient,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
     (gradient.flatten(1).norm(dim=1) - 1).square().mean().backward()
     assert critic[0].free_tensors[0].grad.isfinite().all()
+
+
+LAYERS = [
+    layer for layer in vars(ts).values()
+    if isinstance(layer, type) and issubclass(layer, nn.Module) and "dtype" in inspect.signature(layer).parameters
+]  # fmt: skip
+ARGUMENTS = {
+    "branch": nn.Identity(), "in_channels": 4, "out_channels": 4, "channels": 4, "kernel_size": 3, "in_features": 4,
+    "out_features": 4, "features": 4, "num_features": 4, "input_size": 4, "hidden_size": 4, "shape": (4,), "mean": 0.0,
+    "std": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, "float32"])
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+def test_every_layer_refuses_a_dtype_without_real_numbers(layer, dtype):
+    wanted = [p for p in inspect.signature(layer).parameters.values() if p.default is p.empty and p.kind < 2]
+    given = [ARGUMENTS[p.name] for p in wanted]
+    assert isinstance(layer(*given, dtype=torch.float64), layer)
+    with pytest.raises(ValueError, match="must be a real floating point type"):
+        layer(*given, dtype=dtype)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import trysquare as ts
 from tests.oracle import dense, distance_from_orthogonal
@@ -25,7 +27,7 @@ def test_gram_bound_is_above_the_norm_and_close(shape):
     assert gram_norm_bound(torch.zeros(shape)) < 1e-6
 
 
-@pytest.mark.parametrize("shape", [(4, 4, 3, 3), (6, 2, 3, 1), (2, 6, 5, 3)])
+@pytest.mark.parametrize("shape", [(4, 4, 3, 3), (6, 6, 3, 1), (2, 2, 5, 3)])
 def test_kernel_bound_is_above_the_norm(shape):
     kernel = torch.randn(shape, dtype=torch.float64)
     ratio = kernel_norm_bound(kernel, 2) / torch.linalg.matrix_norm(circulant(kernel), 2)
@@ -135,3 +137,15 @@ def test_one_channel_learns_an_all_pass_filter():
         optimizer.step()
     assert losses[-1] < losses[0]
     assert distance_from_orthogonal(layer, (4, 12)) < layer.truncation_error + 1e-12
+
+
+@pytest.mark.parametrize("terms", [5, 7])
+def test_a_training_step_costs_little_more_than_the_convolutions_of_its_terms(terms):
+    layer, plain = ts.OrthoConv2d(64, 64, 3, method="soc", terms=terms), nn.Conv2d(64, 64, 3, padding=1)
+    counts = []
+    for each in (layer, plain):
+        x = torch.randn(4, 64, 28, 28, requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            each(x).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert terms < counts[0] / counts[1] < terms + 0.1

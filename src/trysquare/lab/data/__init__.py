@@ -7,6 +7,7 @@
 """
 
 from trysquare.lab.data.augment import AUGMENTATIONS, augmentations
+from trysquare.lab.data.extra import read_extra
 from trysquare.lab.data.folders import FolderSet
 from trysquare.lab.data.loader import Loader
 from trysquare.lab.data.randaugment import RandAugment
@@ -25,4 +26,5 @@ __all__ = [
     "augmentations",
     "check",
     "load",
+    "read_extra",
 ]

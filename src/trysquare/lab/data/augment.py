@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trysquare.lab.data.randaugment import RandAugment
+from trysquare.lab.data.randaugment import RandAugment, away_from, grey
 from trysquare.lab.data.randomness import Randomness
 from trysquare.naming import pick, require_known
 
@@ -136,9 +136,35 @@ def resampling(start: Tensor, length: Tensor, size: int, target: int) -> Tensor:
     return weight / weight.sum(-1, keepdim=True)
 
 
-AUGMENTATIONS: dict[str, type[RandomCrop] | type[Flip] | type[RandomResizedCrop] | type[RandAugment]] = {
+@dataclass(frozen=True)
+class ColorJitter:
+    """Changes brightness, then saturation, each by a factor of its own for each image.
+
+    Args:
+        brightness: factors are uniform from ``1 - brightness`` to ``1 + brightness``: away from black, or towards it.
+        saturation: likewise, of grey of the same luminance.
+    """
+
+    brightness: float = 0.2
+    saturation: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.brightness <= 1 and 0 <= self.saturation <= 1):
+            found = f"brightness={self.brightness} and saturation={self.saturation}"
+            raise ValueError(f"color_jitter takes numbers from 0 to 1, found {found}")
+
+    def __call__(self, images: Tensor, random: Randomness) -> Tensor:
+        """Images of other colours."""
+        images = away_from(torch.zeros_like(images), images, 1 + self.brightness * (2 * random.uniform() - 1))
+        return away_from(grey(images).expand_as(images), images, 1 + self.saturation * (2 * random.uniform() - 1))
+
+
+AUGMENTATIONS: dict[
+    str, type[RandomCrop] | type[Flip] | type[RandomResizedCrop] | type[ColorJitter] | type[RandAugment]
+] = {
     "random_crop": RandomCrop,
     "flip": Flip,
+    "color_jitter": ColorJitter,
     "random_resized_crop": RandomResizedCrop,
     "randaugment": RandAugment,
 }

@@ -10,7 +10,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -243,7 +244,7 @@ def _annotated(base: Path, annotations: Path, classes: tuple[str, ...], size: in
 
 def _open(file: str, decode: bool) -> Image.Image:
     """Return the image as RGB, or only its header."""
-    pillow: Any = _pillow()
+    pillow = _pillow()
     try:
         with open_file(file) as content:
             size = os.fstat(content.fileno()).st_size
@@ -284,7 +285,7 @@ def _resized(image: Image.Image, width: int, height: int) -> Image.Image:
     return image if image.size == (width, height) else image.resize((width, height), _pillow().Resampling.BILINEAR)
 
 
-def _pillow() -> Any:
+def _pillow() -> ModuleType:
     try:
         from PIL import Image
     except ImportError as error:

@@ -53,13 +53,15 @@ class RandAugment:
     Args:
         num_ops: how many, one after another.
         magnitude: 0 to 30.
+        probability: of an image to be augmented at all.
 
     Raises:
-        ValueError: if ``num_ops`` is negative or ``magnitude`` is out of range.
+        ValueError: if ``num_ops`` is negative, or ``magnitude`` or ``probability`` is out of range.
     """
 
     num_ops: int = 2
     magnitude: int = 9
+    probability: float = 1.0
 
     def __post_init__(self) -> None:
         per_axis("num_ops", self.num_ops, 1, least=0)
@@ -69,11 +71,16 @@ class RandAugment:
                 f"randaugment takes num_ops >= 0 and magnitude from 0 to {MAX_MAGNITUDE}, "
                 f"found num_ops={self.num_ops} and magnitude={self.magnitude}"
             )
+        if not 0 <= self.probability <= 1:
+            raise ValueError(f"randaugment takes a probability from 0 to 1, found {self.probability}")
 
     def __call__(self, images: Tensor, random: Randomness) -> Tensor:
         """Augmented images; ``images`` are float ``(n, c, h, w)`` in [0, 1]."""
+        original = images
         for _ in range(self.num_ops):
             images = _apply(images, self.magnitude / MAX_MAGNITUDE, random.integers(len(OPERATIONS)), random.signs())
+        if self.probability < 1:
+            images = torch.where(random.uniform(1, 1, 1) < self.probability, images, original)
         return images
 
 
@@ -127,12 +134,12 @@ def brightness(images: Tensor, strength: float, signs: Tensor) -> Tensor:
 
 def color(images: Tensor, strength: float, signs: Tensor) -> Tensor:
     """Away from grey or towards it."""
-    return _away_from(_grey(images), images, strength, signs)
+    return _away_from(grey(images), images, strength, signs)
 
 
 def contrast(images: Tensor, strength: float, signs: Tensor) -> Tensor:
     """Away from the mean luminance or towards it."""
-    return _away_from(_grey(images).mean((1, 2, 3), keepdim=True), images, strength, signs)
+    return _away_from(grey(images).mean((1, 2, 3), keepdim=True), images, strength, signs)
 
 
 def sharpness(images: Tensor, strength: float, signs: Tensor) -> Tensor:
@@ -186,12 +193,15 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def _away_from(other: Tensor, images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    """On the line from the other image through this one, at 1 + 0.9 strength or 1 - 0.9 strength."""
-    factor = (1 + 0.9 * strength * signs).view(-1, 1, 1, 1)
-    return torch.lerp(other, images, factor).clamp(0, 1)
+    return away_from(other, images, 1 + 0.9 * strength * signs)
 
 
-def _grey(images: Tensor) -> Tensor:
+def away_from(other: Tensor, images: Tensor, factor: Tensor) -> Tensor:
+    """On the line from other images through these, at factors ``(n,)``: 0 are the others, 1 these."""
+    return torch.lerp(other, images, factor.view(-1, 1, 1, 1)).clamp(0, 1)
+
+
+def grey(images: Tensor) -> Tensor:
     """Luminance ``(n, 1, h, w)``; an image without three colours is its own mean over the channels."""
     if images.shape[1] != 3:
         return images.mean(1, keepdim=True)

@@ -127,6 +127,49 @@ class Subset:
         return self.images.stack(self.rows[rows])
 
 
+class Mixed:
+    """A set, and after its images those of another one of the same kind.
+
+    Args:
+        images: the set.
+        extra: more images, such as generated ones.
+
+    Raises:
+        ValueError: if shapes, classes or pixel values differ.
+
+    >>> sets = [ImageSet(torch.full((n, 1, 8, 8), n, dtype=torch.uint8), torch.zeros(n).long(), ("a",)) for n in (2, 3)]
+    >>> Mixed(*sets).stack(torch.tensor([1, 4]))[:, 0, 0, 0].tolist()
+    [2, 3]
+    """
+
+    def __init__(self, images: Images, extra: Images) -> None:
+        for what, wanted, found in (
+            ("shape", tuple(images[0][0].shape), tuple(extra[0][0].shape) if len(extra) else "no images"),
+            ("classes", images.classes, extra.classes),
+            ("white", images.white, extra.white),
+        ):
+            if wanted != found:
+                raise ValueError(f"extra images must have {what} {wanted}, found {found}")
+        self.images, self.extra = images, extra
+        self.labels = torch.cat([images.labels, extra.labels])
+        self.classes, self.white = images.classes, images.white
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        real = len(self.images)
+        return self.images[row] if row < real else self.extra[row - real]
+
+    def stack(self, rows: Tensor) -> Tensor:
+        """Images of these rows, uint8 ``(len(rows), c, h, w)``."""
+        real = rows < len(self.images)
+        stacked = torch.empty(len(rows), *self.images[0][0].shape, dtype=torch.uint8)
+        stacked[real] = self.images.stack(rows[real])
+        stacked[~real] = self.extra.stack(rows[~real] - len(self.images))
+        return stacked
+
+
 def split_off(images: Images, count: int) -> tuple[Subset, Subset]:
     """Divide a set into what is left and ``count`` images, each class by its share, always the same ones.
 

@@ -93,9 +93,13 @@ def pool(pooling: str) -> nn.Module:
     return choose("pooling", pooling, _POOLING)(keepdim=False)
 
 
-def dense(sizes: list[int]) -> list[nn.Module]:
-    """Orthogonal linear layers from each size to the next, each with an activation."""
+def dense(sizes: list[int], conv: str = "aoc") -> list[nn.Module]:
+    """Orthogonal linear layers from each size to the next, each with an activation.
+
+    Where convolutions are on the manifold (``conv="manifold"``), so are these.
+    """
     layers: list[nn.Module] = []
+    method = "manifold" if conv == "manifold" else "free"
     for before, after in pairwise(sizes):
-        layers += [OrthoLinear(before, after), *activation(after)]
+        layers += [OrthoLinear(before, after, method=method), *activation(after)]
     return layers

@@ -17,19 +17,20 @@ class ShiftBlock(nn.Module):
         shape: of an input: channels, height and width.
         shifted: share of the channels that is shifted each way.
         absolute: share of the channels of which the activation takes the absolute value.
+        conv: method of the orthogonal matrices.
 
     >>> from trysquare.lab.models.lipnext import ShiftBlock
     >>> round(ts.lipschitz_bound(ShiftBlock((16, 8, 8)), (16, 8, 8)), 4)
     1.0
     """
 
-    def __init__(self, shape: Shape, shifted: float = 0.125, absolute: float = 0.5) -> None:
+    def __init__(self, shape: Shape, shifted: float = 0.125, absolute: float = 0.5, conv: str = "manifold") -> None:
         super().__init__()
         self.positions = Positions(shape)
-        self.basis = OrthoConv2d(shape[0], shape[0], 1, bias=False)
+        self.basis = OrthoConv2d(shape[0], shape[0], 1, bias=False, method=conv)
         self.back = self.basis.adjoint()
         self.shift = ChannelShift(shifted)
-        self.mix = OrthoConv2d(shape[0], shape[0], 1)
+        self.mix = OrthoConv2d(shape[0], shape[0], 1, method=conv)
         self.activation = Abs(absolute)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
@@ -47,8 +48,12 @@ def lipnext(
     shifted: float = 0.125,
     absolute: float = 0.5,
     pooling: str = "l2",
+    conv: str = "manifold",
 ) -> Body:
     """LipNeXt: 81.5 % on CIFAR-10, 71.2 % certified at 36/255, with ``width=1024`` and 64 M parameters.
+
+    Those are the matrices, ``2 depth width²``, in units of 2²⁰. The positions, ``width`` numbers for each pixel in each
+    block, are not counted there: 34 M more at 32 x 32 pixels, 8 M with ``patch=2``.
 
     Images become patches as channels, with channels of zeros up to the width, which is an isometry that need not be
     learned.
@@ -61,6 +66,8 @@ def lipnext(
         shifted: share of the channels that is shifted each way.
         absolute: share of the channels of which the activation takes the absolute value.
         pooling: ``"l2"`` or ``"average"``, over all pixels.
+        conv: method of the matrices: ``"manifold"`` for ``riemannian-adam``, as published, and like any other where
+            another optimizer trains them.
     """
     layers, (height, columns) = pad_to_multiple(input_shape, patch)
     if patch > 1:
@@ -70,5 +77,5 @@ def lipnext(
         raise ValueError(f"width={width} must be at least {channels}, the numbers of a patch")
     shape = width, height // patch, columns // patch
     layers.append(nn.ConstantPad3d((0, 0, 0, 0, 0, width - channels), 0.0))
-    layers += [ShiftBlock(shape, shifted, absolute) for _ in range(depth)]
+    layers += [ShiftBlock(shape, shifted, absolute, conv) for _ in range(depth)]
     return Body([*layers, pool(pooling)], width)

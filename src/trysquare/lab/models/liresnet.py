@@ -25,7 +25,6 @@ class Amplified(nn.Sequential):
         self.factor = factor
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Return the layers, times the factor."""
         return super().forward(input) * self.factor
 
     def extra_repr(self) -> str:
@@ -45,6 +44,7 @@ def liresnet(
     residual: bool = False,
     padding_mode: str = "circular",
     centering: str | None = None,
+    patch: int = 0,
 ) -> Body:
     """Return the paper's ``robust*``, LiResNet without residual connections: 85.3 % on CIFAR-10, 75.0 % at 36/255.
 
@@ -57,11 +57,12 @@ def liresnet(
 
     LiResNet itself has linear residual blocks, ``x + conv(x)`` rescaled: a convolution that starts at the identity,
     here with AOL's scale in place of a power iteration. It has 83 M parameters, as published. BRONet has block
-    reflectors, and ours 64 M parameters where 68 M are published.
+    reflectors, and ours 64 M parameters where 68 M are published: theirs are made in the frequency domain from 9 c²/2
+    numbers for 3 x 3, ours from 3 c² (two reflectors and four projectors). For ImageNet both read patches of 14.
 
     Args:
-        input_shape: channels, height and width of an image. The first linear layer reads an eighth of each side, so
-            it outgrows everything else beyond 64 pixels.
+        input_shape: channels, height and width of an image. Without ``patch``, the first linear layer reads an eighth
+            of each side, so it outgrows everything else beyond 64 pixels.
         width: channels.
         depth: number of convolutions without stride.
         dense_width: features of the linear layers.
@@ -72,15 +73,18 @@ def liresnet(
         residual: convolutions without stride start at the identity.
         padding_mode: ``"circular"`` or ``"zeros"``.
         centering: ``"batch"`` or ``"layer"`` centering in front of the activations of convolutions.
+        patch: kernel size and stride of the first convolution; 0 for 5 and 2.
     """
-    layers, (height, columns) = pad_to_multiple(input_shape, 8)
+    kernel_size, stride = (patch, patch) if patch else (5, 2)
+    layers, (height, columns) = pad_to_multiple(input_shape, 4 * stride)
     strided = conv if strided_conv is None else strided_conv
-    layers += [convolution(strided, (input_shape[0], width), 5, 2, padding_mode), *activation(width, centering)]
+    first = convolution(strided, (input_shape[0], width), kernel_size, stride, padding_mode)
+    layers += [first, *activation(width, centering)]
     for _ in range(depth):
         same = convolution(conv, (width, width), 3, mode=padding_mode)
         if residual and not same.weight.is_meta:
             same.weight = nn.init.dirac_(torch.empty_like(same.weight))
         layers += [same if factor == 1 else Amplified(same, factor=factor), *activation(width, centering)]
-    patches = width * (height // 8) * (columns // 8)
+    patches = width * (height // (4 * stride)) * (columns // (4 * stride))
     layers += [convolution(strided, (width, width), 4, 4, padding_mode), nn.Flatten()]
-    return Body([*layers, *dense([patches, *[dense_width] * (dense_layers + 1)])], dense_width)
+    return Body([*layers, *dense([patches, *[dense_width] * (dense_layers + 1)], conv)], dense_width)

@@ -29,6 +29,7 @@ def tiny(
     conv: str = "aoc",
     padding_mode: str = "circular",
     centering: str | None = None,
+    zeros: bool = False,
 ) -> Body:
     """Strided convolutions, then linear layers.
 
@@ -44,9 +45,11 @@ def tiny(
         conv: method of the convolutions, one of ``ts.METHODS``, or ``"plain"``.
         padding_mode: ``"circular"`` or ``"zeros"``.
         centering: ``"batch"`` or ``"layer"`` centering in front of the activations of convolutions.
+        zeros: the first convolution is not learned: patches become channels, and channels of zeros follow up to its
+            width. That is an isometry too.
     """
     steps = [_Stage(width, kernel_size, 2) for width in widths]
-    return _stack(input_shape, steps, [dense_width] * dense_layers, "native", conv, padding_mode, centering)
+    return _stack(input_shape, steps, [dense_width] * dense_layers, "native", conv, padding_mode, centering, zeros)
 
 
 def bcop_small(
@@ -59,6 +62,7 @@ def bcop_small(
     conv: str = "aoc",
     padding_mode: str = "circular",
     centering: str | None = None,
+    zeros: bool = False,
 ) -> Body:
     """Four convolutions and two linear layers: 71.8 % on CIFAR-10 in the paper, 58.3 % certified at 36/255.
 
@@ -76,10 +80,11 @@ def bcop_small(
         conv: method of the convolutions, one of ``ts.METHODS``, or ``"plain"``.
         padding_mode: ``"circular"`` or ``"zeros"``.
         centering: ``"batch"`` or ``"layer"`` centering in front of the activations of convolutions.
+        zeros: channels of zeros in place of the first convolution.
     """
     steps = [_Stage(width, 3, 1), _Stage(width, 4, 2), _Stage(2 * width, 3, 1), _Stage(2 * width, 4, 2)]
     sizes = [dense_width] * dense_layers
-    return _stack(input_shape, steps, sizes, strided, conv, padding_mode, centering)
+    return _stack(input_shape, steps, sizes, strided, conv, padding_mode, centering, zeros)
 
 
 def cifar10_robust(
@@ -93,6 +98,7 @@ def cifar10_robust(
     conv: str = "aoc",
     padding_mode: str = "circular",
     centering: str | None = None,
+    zeros: bool = False,
 ) -> Body:
     """Sixteen convolutions and four linear layers: 74.0 % on CIFAR-10 in the paper, 64.3 % certified at 36/255.
 
@@ -110,13 +116,14 @@ def cifar10_robust(
         conv: method of the convolutions, one of ``ts.METHODS``, or ``"plain"``.
         padding_mode: ``"circular"`` or ``"zeros"``.
         centering: ``"batch"`` or ``"layer"`` centering in front of the activations of convolutions.
+        zeros: channels of zeros in place of the first convolution.
     """
     steps = [_Stage(width, 3, 1)] * depth
     for stage in (2, 4, 8):
         steps += [_Stage(stage * width, 4, 2), *[_Stage(stage * width, 3, 1)] * depth]
     steps += [_Stage(8 * width, 3, 1)]
     sizes = [dense_width] * dense_layers
-    return _stack(input_shape, steps, sizes, strided, conv, padding_mode, centering)
+    return _stack(input_shape, steps, sizes, strided, conv, padding_mode, centering, zeros)
 
 
 def _stack(
@@ -127,18 +134,31 @@ def _stack(
     conv: str,
     mode: str,
     centering: str | None,
+    zeros: bool,
 ) -> Body:
     """Convolutions, a flattened map, linear layers; an activation after each."""
     choose("strided", strided, _STRIDED)
     stride = 2 ** sum(step.stride == 2 for step in steps)
     layers, (height, width) = pad_to_multiple(input_shape, stride)
     channels = input_shape[0]
+    if zeros:
+        layers += _widened(channels, steps[0])
+        channels, steps = steps[0].width, steps[1:]
     for step in steps:
         layers += [*_convolutions(channels, step, strided, conv, mode), *activation(step.width, centering)]
         channels = step.width
     features = channels * (height // stride) * (width // stride)
-    layers += [nn.Flatten(), *dense([features, *sizes])]
+    layers += [nn.Flatten(), *dense([features, *sizes], conv)]
     return Body(layers, sizes[-1] if sizes else features)
+
+
+def _widened(channels: int, step: _Stage) -> list[nn.Module]:
+    """Return what does a stage without learning: patches as channels, then channels of zeros."""
+    unfolded = channels * step.stride**2
+    if step.width < unfolded:
+        raise ValueError(f"zeros=True needs a first width of at least {unfolded}, the numbers of a patch: {step.width}")
+    patches: list[nn.Module] = [InvertibleDownsampling2d(step.stride)] if step.stride > 1 else []
+    return [*patches, nn.ConstantPad3d((0, 0, 0, 0, 0, step.width - unfolded), 0.0)]
 
 
 def _convolutions(channels: int, step: _Stage, strided: str, conv: str, mode: str) -> list[nn.Module]:

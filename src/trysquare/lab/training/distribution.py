@@ -53,7 +53,7 @@ class World:
         return box[0]
 
     @property
-    def group(self) -> Any:
+    def group(self) -> dist.ProcessGroup | None:
         """All processes, or ``None`` for this one alone."""
         return dist.group.WORLD if dist.is_initialized() else None
 

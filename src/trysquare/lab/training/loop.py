@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from trysquare.lab.data import Loader
+from trysquare.lab.data import Images, Loader, read_extra
 from trysquare.lab.data.registry import check_images
 from trysquare.lab.models import Classifier, build
 from trysquare.lab.training.distribution import World, joined
 from trysquare.lab.training.recipe import MARGINS, Recipe
 from trysquare.lab.training.run import Run, evaluated_split, load_images, load_run, starting
-from trysquare.lab.training.step import OPTIMIZERS, Gradients, takes_head
+from trysquare.lab.training.step import OPTIMIZERS, Gradients, clip_layers, takes_head, trained_by
 from trysquare.naming import shown
 from trysquare.nn.losses import Loss, make_loss, margin_for_radius
 from trysquare.nn.parametrizations.base import continue_from, steps_taken
@@ -148,6 +148,12 @@ class Evaluation:
     split: str = "test"
 
 
+def model_arguments(recipe: Recipe, images: Images) -> dict[str, Any]:
+    """Return the arguments of ``ts.models.build`` for the model of a recipe that is trained with these images."""
+    shape, classes = tuple(images[0][0].shape), len(images.classes)
+    return {"name": recipe.model.name, "input_shape": shape, "classes": classes, **recipe.model.options}
+
+
 class Training:
     """A training run: everything it works with, and how far it has come.
 
@@ -175,10 +181,8 @@ class Training:
         if world.is_main:
             for part in (images, held_out):
                 check_images(part)
-        classes, self.input_shape = len(images.classes), tuple(images[0][0].shape)
-        self.arguments: dict[str, Any] = {
-            "name": recipe.model.name, "input_shape": self.input_shape, "classes": classes, **recipe.model.options,
-        }  # fmt: skip
+        self.arguments = model_arguments(recipe, images)
+        classes, self.input_shape = len(images.classes), self.arguments["input_shape"]
         torch.manual_seed(settings.seed)
         self.model = build(**self.arguments).to(world.device)
 
@@ -193,8 +197,18 @@ class Training:
             )
         place: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "device": world.device}
         place["workers"] = recipe.data.workers
+        extra: dict[str, Any] = {}
+        if recipe.data.extra is not None:
+            extra = {"extra": read_extra(recipe.data.extra, images), "per_image": recipe.data.extra_per_image}
         self.train = Loader(
-            images, settings.batch_size, recipe.data.augment, settings.seed, shuffle=True, drop_last=True, **place
+            images,
+            settings.batch_size,
+            recipe.data.augment,
+            settings.seed,
+            shuffle=True,
+            drop_last=True,
+            **place,
+            **extra,
         )
         self.held_out = Loader(held_out, max(recipe.evaluate.batch_size, world.size), **place)
         self.steps = settings.epochs * len(self.train)
@@ -203,9 +217,8 @@ class Training:
         self._require_loss_of(classes)
         self.margin = MARGINS.get(recipe.loss.name, "radius")  # the attribute that holds it
         self.final_margin = None if settings.radius_start is None else float(getattr(self.loss, self.margin))
-        self.stepper = OPTIMIZERS[recipe.optimizer.name](
-            self.model.parameters(), self.steps, **recipe.optimizer.options
-        )
+        trained = trained_by(recipe.optimizer.name, self.model)
+        self.stepper = OPTIMIZERS[recipe.optimizer.name](trained, self.steps, **recipe.optimizer.options)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.gradients = Gradients(self.model, self.loss, settings.accumulate, settings.precision, world.group)
 
@@ -272,6 +285,10 @@ class Training:
                 f"training stopped in epoch {progress.epoch + 1}, step {progress.step + 1}: the loss is {sums[0]} and "
                 f"the norm of the gradient is {float(norm)}; {self._kept()}. Lower optimizer.lr or set train.clip"
             )
+        if self.recipe.train.clip_layers is not None:
+            clip_layers(self.model, self.recipe.train.clip_layers)
+            if self.recipe.train.clip is not None:
+                norm = get_total_norm([parameter.grad for parameter in self.parameters if parameter.grad is not None])
         if self.recipe.train.clip is not None:
             clip_grads_with_norm_(self.parameters, self.recipe.train.clip, norm)
         self.stepper.step(progress.step)

@@ -24,9 +24,9 @@ from trysquare.verify.certification import EPSILONS
 
 PRECISIONS = ("float32", "bfloat16")
 _LARGEST_SEED = 2**63 - 1
-_LARGEST_COUNT = 10**9
+LARGEST_COUNT = 10**9
 # Squares of rates and decays, and their products with numbers of steps, must be far from the largest float.
-_LARGEST_RATE = 10**6
+LARGEST_RATE = 10**6
 _LARGEST_SIZE = 10**4
 # A file system takes 255 bytes, of which date and time are to have some.
 _LONGEST_NAME = 200
@@ -45,6 +45,9 @@ class Data:
         workers: threads that prepare batches.
         validation: training images that are held out. Runs are then evaluated on these while they train, so that a
             recipe can be chosen without a look at the test images.
+        extra: ``npz`` file of uint8 ``images`` and ``labels`` to train with too, such as generated ones; see
+            ``ts.data.read_extra``. Epochs count the images of the data set.
+        extra_per_image: how many of them are in a batch for each image of the data set.
     """
 
     name: str = "digits"
@@ -53,6 +56,8 @@ class Data:
     augment: Mapping[str, Any] = field(default_factory=dict)
     workers: int = 1
     validation: int = 0
+    extra: str | None = None
+    extra_per_image: int = 1
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class Train:
             the parts.
         precision: ``"float32"``, or ``"bfloat16"`` for everything but the building of weights.
         clip: largest norm of the gradient.
+        clip_layers: largest norm of the gradient of each layer, which is clipped before the whole one.
         seed: of weights, order and augmentation.
         device: ``"auto"`` is a GPU if there is one.
         checkpoint_every: steps after which a checkpoint is written, besides the end of each epoch.
@@ -87,6 +93,7 @@ class Train:
     accumulate: int = 1
     precision: str = "float32"
     clip: float | None = None
+    clip_layers: float | None = None
     seed: int = 0
     device: str = "auto"
     checkpoint_every: int | None = None
@@ -323,7 +330,7 @@ def _check_radius(recipe: Recipe) -> None:
 Range = tuple[str, Callable[[float], bool]]
 
 
-def _at_least(least: int, most: int = _LARGEST_COUNT) -> Range:
+def _at_least(least: int, most: int = LARGEST_COUNT) -> Range:
     return f"at least {least} and at most {most}", lambda value: bool(least <= value <= most)
 
 
@@ -336,10 +343,11 @@ _RANGES: dict[str, Range] = {
     "data.workers": _at_least(0, MOST_WORKERS),
     "data.size": _at_least(1, _LARGEST_SIZE),
     "data.validation": _at_least(0),
-    "optimizer.lr": (f"above 0 and at most {_LARGEST_RATE}", lambda value: 0 < value <= _LARGEST_RATE),
+    "data.extra_per_image": _at_least(1),
+    "optimizer.lr": (f"above 0 and at most {LARGEST_RATE}", lambda value: 0 < value <= LARGEST_RATE),
     "optimizer.betas": _DECAY,
     "optimizer.momentum": _DECAY,
-    "optimizer.weight_decay": (f"at least 0 and at most {_LARGEST_RATE}", lambda value: 0 <= value <= _LARGEST_RATE),
+    "optimizer.weight_decay": (f"at least 0 and at most {LARGEST_RATE}", lambda value: 0 <= value <= LARGEST_RATE),
     "optimizer.warmup_steps": _at_least(0),
     "optimizer.lookahead": _at_least(0),
     "optimizer.average": _DECAY,
@@ -347,6 +355,7 @@ _RANGES: dict[str, Range] = {
     "train.batch_size": _at_least(1),
     "train.accumulate": _at_least(1),
     "train.clip": (f"{_POSITIVE[0]}, or null", _POSITIVE[1]),
+    "train.clip_layers": (f"{_POSITIVE[0]}, or null", _POSITIVE[1]),
     "train.seed": (f"from 0 to {_LARGEST_SEED}", lambda value: 0 <= value <= _LARGEST_SEED),
     "train.checkpoint_every": _at_least(1),
     "train.radius_start": _NOT_NEGATIVE,
@@ -357,7 +366,7 @@ _RANGES: dict[str, Range] = {
 }
 
 
-def yaml() -> Any:
+def yaml() -> types.ModuleType:
     """Return PyYAML, if it is installed."""
     try:
         import yaml as module

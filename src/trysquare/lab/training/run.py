@@ -13,7 +13,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -73,6 +73,33 @@ def load_images(recipe: Recipe, split: str) -> Images:
 def evaluated_split(recipe: Recipe) -> str:
     """Return which images a run is evaluated on while it trains."""
     return VALIDATION if recipe.data.validation else "test"
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep other processes from training in a directory; the lock also ends with the process.
+
+    Raises:
+        ValueError: if another one does.
+    """
+    try:
+        import fcntl
+    except ImportError:  # a system without them
+        yield
+        return
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"another process is training in {path}: wait for it, stop it, or take another directory"
+            ) from error
+        except OSError as error:
+            warnings.warn(f"{path} cannot be locked ({error}): take care that one process trains in it", stacklevel=3)
+        yield
+    finally:
+        os.close(folder)
 
 
 @dataclass(frozen=True)
@@ -153,33 +180,9 @@ class Run:
         """
         return inside(self.path, name)
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other processes from training in the directory; the lock also ends with the process.
-
-        Raises:
-            ValueError: if another one does.
-        """
-        try:
-            import fcntl
-        except ImportError:  # a system without them
-            yield
-            return
-        folder = os.open(self.path, os.O_RDONLY)
-        try:
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ValueError(
-                    f"another process is training in {self.path}: wait for it, stop it, or take another directory"
-                ) from error
-            except OSError as error:
-                warnings.warn(
-                    f"{self.path} cannot be locked ({error}): take care that one process trains in it", stacklevel=2
-                )
-            yield
-        finally:
-            os.close(folder)
+    def locked(self) -> AbstractContextManager[None]:
+        """Keep other processes from training in the directory, as ``locked`` does."""
+        return locked(self.path)
 
     def save_model(self, model: nn.Module, arguments: Mapping[str, object]) -> None:
         """Write the model with its present weights."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
@@ -18,7 +19,7 @@ from trysquare.lab.models import Classifier
 from trysquare.naming import pick
 from trysquare.nn.building import built
 from trysquare.nn.losses import Loss
-from trysquare.nn.optim import Lookahead, MovingAverage
+from trysquare.nn.optim import Lookahead, MovingAverage, RiemannianAdam, parameter_groups
 
 
 def takes_head(loss: Loss) -> bool:
@@ -40,7 +41,12 @@ class Gradients:
     """
 
     def __init__(
-        self, model: nn.Module, loss: Loss, parts: int = 1, precision: str = "float32", group: Any = None
+        self,
+        model: nn.Module,
+        loss: Loss,
+        parts: int = 1,
+        precision: str = "float32",
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.model, self.loss, self.parts, self.group = model, loss, parts, group
         self.low_precision = precision == "bfloat16"
@@ -67,6 +73,26 @@ class Gradients:
                 logits = self.model(images)
             options = {"head": cast("Classifier", self.model).head.weight} if self.takes_head else {}
         return self.loss(logits, labels, **options), (logits.detach().argmax(1) == labels).sum().float()
+
+
+def clip_layers(model: nn.Module, largest: float) -> None:
+    """Scale the gradient of each layer, its free tensors and bias together, to a norm of at most ``largest``.
+
+    >>> from trysquare.lab.training.step import clip_layers
+    >>> model = nn.Sequential(nn.Linear(4, 4), OrthoLinear(4, 2))
+    >>> (100 * model(torch.ones(1, 4))).sum().backward()
+    >>> clip_layers(model, 1.0)
+    >>> norms = [float(torch.cat([p.grad.flatten() for p in layer.parameters()]).norm()) for layer in model]
+    >>> all(abs(norm - 1) < 1e-3 for norm in norms)
+    True
+    """
+    layers: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            owner = f".{name}".rpartition(".")[0].partition(".parametrizations.")[0]
+            layers.setdefault(owner, []).append(parameter)
+    for parameters in layers.values():
+        nn.utils.clip_grad_norm_(parameters, largest)
 
 
 def _half_wave(share: float) -> float:
@@ -188,8 +214,20 @@ def schedule_free_sgd(
     )
 
 
-def _adam(kind: type[torch.optim.AdamW] | type[torch.optim.NAdam]) -> Callable[..., Stepper]:
-    """Return the maker of one of torch's optimizers of this family, which have the same options."""
+def _riemannian_adam(parameters: Iterable[Any], **options: Any) -> RiemannianAdam:
+    """Take the groups of ``parameter_groups``, or parameters of which none is orthonormal."""
+    groups = list(parameters)
+    if groups and not isinstance(groups[0], dict):
+        groups = [{"params": groups, "orthonormal": False}]
+    plain = [
+        {**group, "weight_decay": options["weight_decay"]} if group.get("name") == "decayed" else group
+        for group in groups
+    ]
+    return RiemannianAdam(plain, **options)
+
+
+def _adam(kind: Callable[..., Optimizer]) -> Callable[..., Stepper]:
+    """Return the maker of one of the optimizers of this family, which have the same options."""
 
     def make(
         parameters: Iterable[nn.Parameter],
@@ -258,6 +296,12 @@ OPTIMIZERS: dict[str, Callable[..., Stepper]] = {
     "schedule-free-sgd": schedule_free_sgd,
     "adamw": _adam(torch.optim.AdamW),
     "nadam": _adam(torch.optim.NAdam),
+    "riemannian-adam": _adam(_riemannian_adam),
     "sgd": sgd,
 }
 """Called with the parameters, the number of steps of the whole training, and options."""
+
+
+def trained_by(name: str, model: nn.Module) -> Iterable[Any]:
+    """Return the parameters of a model for an optimizer of this name, in groups if it wants to know which is which."""
+    return parameter_groups(model) if name == "riemannian-adam" else model.parameters()

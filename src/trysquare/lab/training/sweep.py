@@ -11,12 +11,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count, islice, product
 from pathlib import Path
+from typing import Any
 
-from trysquare.files import read_file, write_whole
+import torch
+
+from trysquare.files import inside, read_file, read_json, write_whole
+from trysquare.lab.models import build
 from trysquare.lab.training.distribution import World, joined
-from trysquare.lab.training.loop import Evaluation, StoppedError, Training, clock, resume, train
-from trysquare.lab.training.recipe import Recipe, resolve, split_overrides
-from trysquare.lab.training.run import Run, load_images, load_run
+from trysquare.lab.training.loop import (
+    Evaluation,
+    StoppedError,
+    Training,
+    clock,
+    model_arguments,
+    resume,
+    train,
+)
+from trysquare.lab.training.recipe import (
+    LARGEST_COUNT,
+    LARGEST_RATE,
+    Recipe,
+    as_mapping,
+    convert,
+    resolve,
+    split_overrides,
+)
+from trysquare.lab.training.run import Run, load_images, load_run, locked
 from trysquare.naming import shown
 from trysquare.verify.certification import radius_text
 
@@ -24,6 +44,8 @@ _STATE, _BEST = "sweep.json", "best.yaml"
 # A round keeps one of so many combinations, and trains each of these so many times as long.
 _FACTOR = 3
 _MOST_COMBINATIONS = 1000
+# Thirty years; of these a sweep can still tell how many epochs they are.
+_LONGEST_BUDGET = 10**9
 # Images held out where the recipe does not say how many: so many at most, and at most this share.
 _HELD_OUT, _HELD_OUT_SHARE = 5000, 0.1
 # Steps that tell how fast a combination trains, behind some that warm up.
@@ -59,8 +81,7 @@ class Trial:
     @property
     def name(self) -> str:
         """The values as text."""
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in self.values.items()}
-        return " ".join(f"{key}={text}" for key, text in texts.items())
+        return " ".join(f"{key}={_text(value)}" for key, value in self.values.items())
 
     def score(self, place: int) -> tuple[float, float]:
         """Share certified and accuracy of a round; worse than all others if the run failed."""
@@ -118,10 +139,19 @@ class Sweep:
 
     def best(self) -> Run:
         """Return the run that was certified best in the last round."""
-        return load_run(self._place(len(self.sizes) - 1, self.ranked[0]))
+        return load_run(self._folder(len(self.sizes) - 1, self.ranked[0]))
 
     def run(self) -> Iterator[str]:
-        """Train what has not been trained yet; yields what happens, line by line."""
+        """Train what has not been trained yet; yields what happens, line by line.
+
+        Raises:
+            ValueError: if another process goes on with the sweep, every run of the last round failed, or a symbolic
+                link is in the place of something that is to be written.
+        """
+        with locked(self.path):
+            yield from self._run()
+
+    def _run(self) -> Iterator[str]:
         total = sum(size * self.seconds(place) for place, size in enumerate(self.sizes))
         plan = ", then ".join(f"{size} x {clock(self.seconds(place))}" for place, size in enumerate(self.sizes))
         yield f"{self.path}: {plan}; {clock(total)} in all, evaluation not counted"
@@ -135,7 +165,15 @@ class Sweep:
         if best.score(-1)[0] < 0:
             raise ValueError(f"every run of the last round failed: see {self.path}")
         wanted = resolve(self._recipe(best).to_mapping(), {"train.epochs": best.rounds[-1]["epochs"]})
-        write_whole(self.path / _BEST, wanted.to_yaml())
+        write_whole(self.place(_BEST), wanted.to_yaml())
+
+    def place(self, name: str) -> Path:
+        """Return the path to which a file of the sweep is written.
+
+        Raises:
+            ValueError: if it, or a folder on the way to it, is a symbolic link, a pipe or a device.
+        """
+        return inside(self.path, name)
 
     def _result(self, trial: Trial, place: int) -> str:
         found = trial.rounds[place]
@@ -147,12 +185,12 @@ class Sweep:
     def _recipe(self, trial: Trial) -> Recipe:
         return resolve(self.recipe.to_mapping(), trial.values)
 
-    def _place(self, place: int, trial: Trial) -> Path:
-        return self.path / f"round-{place + 1}" / str(trial.number)
+    def _folder(self, place: int, trial: Trial) -> Path:
+        return self.place(f"round-{place + 1}/{trial.number}")
 
     def _trained(self, place: int, trial: Trial) -> dict[str, float | None]:
         """Train a combination for a round, or what a run that was stopped has left of it."""
-        folder = self._place(place, trial)
+        folder = self._folder(place, trial)
         if not trial.speed:
             trial.speed = _epochs_a_second(self._recipe(trial))
             self.write()
@@ -183,12 +221,12 @@ class Sweep:
             "recipe": self.recipe.to_mapping(), "budget": self.budget, "radius": self.radius,
             "trials": [vars(trial) for trial in self.trials],
         }  # fmt: skip
-        write_whole(self.path / _STATE, json.dumps(content, indent=2) + "\n")
+        write_whole(self.place(_STATE), json.dumps(content, indent=2) + "\n")
 
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """Seconds and share certified of each combination over its last run."""
         runs = {
-            trial.name: load_run(self._place(len(trial.rounds) - 1, trial))
+            trial.name: load_run(self._folder(len(trial.rounds) - 1, trial))
             for trial in self.ranked
             if trial.rounds and trial.rounds[-1]["certified"] is not None
         }
@@ -218,6 +256,10 @@ def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
+def _text(value: object) -> str:
+    return value if isinstance(value, str) and value.isprintable() else json.dumps(value)
+
+
 def start_sweep(
     recipe: Recipe,
     choices: Mapping[str, Sequence[object]],
@@ -244,8 +286,8 @@ def start_sweep(
     >>> sweep.sizes, [round(sweep.seconds(place)) for place in range(2)], sweep.trials[1].name
     ([4, 2], [20, 60], 'optimizer.lr=0.01 loss.radius=1.0')
     """
-    if not 0 < budget < math.inf:
-        raise ValueError(f"budget={shown(budget)} must be a number of seconds above 0")
+    if not 0 < budget <= _LONGEST_BUDGET:
+        raise ValueError(f"budget={shown(budget)} must be a number of seconds above 0 and at most {_LONGEST_BUDGET}")
     combinations = math.prod(map(len, choices.values()))
     if not 1 <= combinations <= _MOST_COMBINATIONS or not choices:
         raise ValueError(
@@ -256,11 +298,10 @@ def start_sweep(
         raise ValueError("train.epochs and data.validation cannot be chosen: the first follows from the budget")
     recipe = with_validation(recipe)
     radius = recipe.evaluate.epsilons[0] if radius is None else radius
-    if all(abs(radius - epsilon) > 1e-6 for epsilon in recipe.evaluate.epsilons):
+    if not _evaluates_at(recipe, radius):
         recipe = resolve(recipe.to_mapping(), {"evaluate.epsilons": [*recipe.evaluate.epsilons, radius]})
     values = [dict(zip(choices, taken, strict=True)) for taken in product(*choices.values())]
-    for chosen in values:
-        resolve(recipe.to_mapping(), chosen)  # refused now, and not after hours
+    _require_models([resolve(recipe.to_mapping(), chosen) for chosen in values])  # refused now, and not after hours
     path = Path(out or Path("sweeps") / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     path.mkdir(parents=True, exist_ok=True)
     if any(path.iterdir()):
@@ -268,6 +309,19 @@ def start_sweep(
     sweep = Sweep(path, recipe, float(budget), radius, [Trial(n, chosen) for n, chosen in enumerate(values, 1)])
     sweep.write()
     return sweep
+
+
+def _require_models(recipes: Sequence[Recipe]) -> None:
+    """Refuse models that cannot be made, without any memory for their numbers."""
+    different = {json.dumps([chosen.to_mapping()[name] for name in ("data", "model")]): chosen for chosen in recipes}
+    for recipe in different.values():
+        arguments = model_arguments(recipe, load_images(recipe, "train"))
+        with torch.device("meta"):
+            build(**arguments)
+
+
+def _evaluates_at(recipe: Recipe, radius: float) -> bool:
+    return any(abs(radius - epsilon) <= 1e-6 for epsilon in recipe.evaluate.epsilons)
 
 
 def load_sweep(path: str | os.PathLike[str]) -> Sweep:
@@ -280,11 +334,46 @@ def load_sweep(path: str | os.PathLike[str]) -> Sweep:
     if not (folder / _STATE).is_file():
         raise ValueError(f"{folder} is not the directory of a sweep: there is no {_STATE} in it")
     try:
-        content = json.loads(read_file(folder / _STATE))
-        trials = [Trial(**trial) for trial in content["trials"]]
-        return Sweep(folder, resolve(content["recipe"]), float(content["budget"]), float(content["radius"]), trials)
-    except (KeyError, TypeError, ValueError) as error:
+        return read_json(
+            read_file(folder / _STATE).decode(),
+            "a sweep",
+            lambda content: _read_sweep(folder, as_mapping(content, "it")),
+        )
+    except ValueError as error:
         raise ValueError(f"{folder / _STATE} is damaged: {error}") from error
+
+
+def _read_sweep(folder: Path, content: Mapping[str, Any]) -> Sweep:
+    """Return a sweep from what ``Sweep.write`` wrote, or somebody else: what is in it names folders, and is trained."""
+    recipe = resolve(content["recipe"])
+    numbers = {name: convert(content[name], float, name) for name in ("budget", "radius")}
+    if not 0 < numbers["budget"] <= _LONGEST_BUDGET or not _evaluates_at(recipe, numbers["radius"]):
+        raise ValueError(f"{shown(numbers)} must be a time above 0 and a radius at which the recipe evaluates")
+    if not 1 <= len(content["trials"]) <= _MOST_COMBINATIONS:
+        raise ValueError(f"it has {len(content['trials'])} combinations, and a sweep from 1 to {_MOST_COMBINATIONS}")
+    trials = [_read_trial(recipe, number, trial) for number, trial in enumerate(content["trials"], 1)]
+    return Sweep(folder, recipe, **numbers, trials=trials)
+
+
+def _read_trial(recipe: Recipe, number: int, content: object) -> Trial:
+    found = as_mapping(content, "a trial")
+    if convert(found["number"], int, "number") != number:
+        raise ValueError(f"combination {number} has the number {shown(found['number'])}")
+    values, speed = as_mapping(found["values"], "values"), convert(found["speed"], float, "speed")
+    resolve(recipe.to_mapping(), values)
+    if not 0 <= speed < math.inf or not isinstance(found["rounds"], list):
+        raise ValueError(f"speed={speed} must be a number from 0 on, and rounds={shown(found['rounds'])} a list")
+    return Trial(number, values, speed, [_read_round(each) for each in found["rounds"]])
+
+
+def _read_round(content: object) -> dict[str, float | None]:
+    """Return what a combination came to in a round; all but its epochs may be missing."""
+    found = as_mapping(content, "a round")
+    measured = {name: convert(found[name], float | None, name) for name in ("accuracy", "certified", "seconds")}
+    epochs = convert(found["epochs"], int, "epochs")
+    if epochs < 1 or not all(value is None or 0 <= value < math.inf for value in measured.values()):
+        raise ValueError(f"{shown(content)} must have numbers from 0 on, and at least 1 epoch")
+    return {"epochs": epochs, **measured}
 
 
 def split_choices(arguments: Sequence[str]) -> dict[str, Sequence[object]]:
@@ -359,20 +448,30 @@ def find_lr(recipe: Recipe, *, steps: int = 500, start: float = 1e-4, factor: fl
         start: first rate.
         factor: from a rate to the next, above 1.
 
-    Yields:
-        What each rate came to; ``best_rate`` of all is the one to take.
+    Returns:
+        An iterator over what each rate came to; ``best_rate`` of all is the one to take.
+
+    Raises:
+        ValueError: at once, if a number is out of range.
     """
-    if steps < 1 or not factor > 1 or not start > 0:
-        raise ValueError(f"steps={steps} and start={start} must be above 0, and factor={factor} above 1")
-    recipe, best, behind = with_validation(recipe), -1.0, 0
-    for number in count():
-        rate = _after(recipe, start * factor**number, steps)
+    if not 1 <= steps <= LARGEST_COUNT:
+        raise ValueError(f"steps={shown(steps)} must be from 1 to {LARGEST_COUNT}")
+    if not 0 < start <= LARGEST_RATE or not 1 < factor <= LARGEST_RATE:
+        raise ValueError(f"start={start} must be above 0, factor={factor} above 1, and both at most {LARGEST_RATE}")
+    return _rates(with_validation(recipe), steps, start, factor)
+
+
+def _rates(recipe: Recipe, steps: int, lr: float, factor: float) -> Iterator[Rate]:
+    best, behind = -1.0, 0
+    while lr <= LARGEST_RATE:
+        rate = _after(recipe, lr, steps)
         yield rate
         accuracy = -1.0 if rate.found is None else rate.found.accuracy
         behind = 0 if accuracy > best else behind + 1
         best = max(best, accuracy)
         if behind == 2 or rate.found is None:
             return
+        lr *= factor
 
 
 def _after(recipe: Recipe, lr: float, steps: int) -> Rate:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from trysquare import torch_internals
 from trysquare.naming import shown
 from trysquare.nn.geometry import Sizes, flag, number, positive
-from trysquare.nn.layers.traceable import Traceable, is_symbol
+from trysquare.nn.layers.traceable import Traceable
 from trysquare.nn.linalg.lattice import ROUND_UP
 from trysquare.nn.linalg.operator import checked_weight
 from trysquare.nn.linalg.precision import at_least_float32
 from trysquare.nn.linalg.sorting import max_min
-from trysquare.nn.parametrizations.base import Device
+from trysquare.nn.parametrizations.base import Device, factory_for
 
 __all__ = ["Abs", "FullSort", "GroupSort", "Householder", "MaxMin", "NActivation", "SoftHuber"]
 
@@ -62,8 +62,7 @@ class MaxMin(Traceable, nn.Module):
         self.dim, self.halves = dim, flag("halves", halves)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Sort pairs."""
-        if is_symbol(input):
+        if isinstance(input, fx.Proxy):
             return self.plain_forward(input)
         axis = _after(self.dim)
         pairs = _grouped(input, 2, self.dim)
@@ -71,7 +70,6 @@ class MaxMin(Traceable, nn.Module):
         return ordered.flatten(*_merged(axis))
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Sort pairs."""
         axis = _after(self.dim) - self.halves
         pairs = input.unflatten(self.dim, (2, -1) if self.halves else (-1, 2))
         first, second = pairs.select(axis, 0), pairs.select(axis, 1)
@@ -103,15 +101,13 @@ class GroupSort(Traceable, nn.Module):
         self.group_size, self.dim = positive("group_size", group_size), dim
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Sort groups."""
-        if is_symbol(input):
+        if isinstance(input, fx.Proxy):
             return self.plain_forward(input)
         axis = _after(self.dim)
         groups = _grouped(input, self.group_size, self.dim)
         return groups.sort(axis, descending=True).values.flatten(*_merged(axis))
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Sort groups."""
         axis = _after(self.dim)
         groups = input.unflatten(self.dim, (-1, self.group_size))
         return torch.sort(groups, dim=axis, descending=True)[0].flatten(*_merged(axis))
@@ -135,7 +131,6 @@ class FullSort(Traceable, nn.Module):
         self.dim = dim
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Sort channels."""
         return torch.sort(input, dim=self.dim, descending=True)[0]
 
     plain_forward = forward
@@ -165,8 +160,7 @@ class Abs(Traceable, nn.Module):
         self.share = float(share)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Absolute value."""
-        if is_symbol(input):
+        if isinstance(input, fx.Proxy):
             return self.plain_forward(input)
         if self.share == 1:
             return _absolute(input)
@@ -177,7 +171,6 @@ class Abs(Traceable, nn.Module):
         return torch.cat([_absolute(first), rest], dim=1)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Absolute value."""
         if self.share == 1:
             return input.abs()
         size = math.floor(self.share * input.shape[1])
@@ -211,11 +204,9 @@ class SoftHuber(Traceable, nn.Module):
             raise ValueError(f"delta={delta} must be positive and finite")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Hypotenuse less one side."""
         return torch.hypot(input, input.new_full((), self.delta)) - self.delta
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Hypotenuse less one side."""
         return ((input / self.delta).square() + 1).sqrt() * self.delta - self.delta
 
     def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
@@ -273,7 +264,7 @@ class Householder(Traceable, nn.Module):
         if positive("order", order) > 2:
             raise ValueError(f"order={order} must be 1 or 2")
         self.channels, self.order, self.dim = channels, order, dim
-        self.theta = nn.Parameter(torch.empty(2 * order - 1, channels // 2, device=device, dtype=dtype))
+        self.theta = nn.Parameter(torch.empty(2 * order - 1, channels // 2, **factory_for(device, dtype)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -283,8 +274,7 @@ class Householder(Traceable, nn.Module):
             self.theta[0] = -1.5 * math.pi
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Fold each pair of channels."""
-        if is_symbol(input):
+        if isinstance(input, fx.Proxy):
             return self.plain_forward(input)
         if input.shape[self.dim] != self.channels:
             raise ValueError(f"input has {input.shape[self.dim]} channels on axis {self.dim}, not {self.channels}")
@@ -299,7 +289,6 @@ class Householder(Traceable, nn.Module):
         return torch.stack(folded, axis).flatten(*_merged(axis))
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Fold each pair of channels."""
         pairs = input.transpose(self.dim, -1).unflatten(-1, (-1, 2))
         first, second = pairs.select(-1, 0), pairs.select(-1, 1)
         if self.order == 1:
@@ -394,7 +383,7 @@ class NActivation(Traceable, nn.Module):
         if not low <= high:
             raise ValueError(f"low={low} must not be above high={high}")
         self.channels, self.start, self.dim = positive("channels", channels), (low, high), dim
-        self.kinks = nn.Parameter(torch.empty(2, self.channels, device=device, dtype=dtype))
+        self.kinks = nn.Parameter(torch.empty(2, self.channels, **factory_for(device, dtype)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -404,8 +393,7 @@ class NActivation(Traceable, nn.Module):
                 kink.fill_(value)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Reflect the values between the kinks."""
-        if is_symbol(input):
+        if isinstance(input, fx.Proxy):
             return self.plain_forward(input)
         if input.shape[self.dim] != self.channels:
             raise ValueError(f"input has {input.shape[self.dim]} channels on axis {self.dim}, not {self.channels}")
@@ -415,7 +403,6 @@ class NActivation(Traceable, nn.Module):
         return input - 2 * torch.clamp(input, torch.minimum(first, second), torch.maximum(first, second))
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Reflect the values between the kinks."""
         x, first, second = input.transpose(self.dim, -1), self.kinks[0], self.kinks[1]
         reflected = x - 2 * torch.clamp(x, torch.minimum(first, second), torch.maximum(first, second))
         return reflected.transpose(self.dim, -1)

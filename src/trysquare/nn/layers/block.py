@@ -20,7 +20,7 @@ from trysquare.nn.linalg.lattice import LatticeMap, circle_around
 from trysquare.nn.linalg.operator import checked_weight
 from trysquare.nn.linalg.precision import full_precision
 from trysquare.nn.parametrizations import Parametrization, orthogonal_kernel
-from trysquare.nn.parametrizations.base import Device, Factory, ParametrizedWeight, factory_of
+from trysquare.nn.parametrizations.base import Device, Factory, ParametrizedWeight, factory_for, factory_of
 
 
 class Block(ParametrizedWeight):
@@ -158,7 +158,7 @@ class ResamplingBlock(PackedBlock):
         self.stride = per_axis("stride", stride, self.dims)
         self.dilation = per_axis("dilation", dilation, self.dims)
         self.method, self.orthogonalizer = method, orthogonalizer
-        kernels = self._kernels(factory_of(torch.empty(0, device=device, dtype=dtype)), **options)
+        kernels = self._kernels(factory_for(device, dtype), **options)
         first_shape = (self.hidden_channels, in_channels // groups, *self._first.kernel_size)
         self._finish(kernels, first_shape, bias, activation)
 
@@ -197,7 +197,6 @@ class Sum(Traceable, nn.Module):
         self.second = second
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Add the two."""
         total: Tensor = self.first(input) + self.second(input)
         return total
 

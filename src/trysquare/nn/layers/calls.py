@@ -30,12 +30,10 @@ class ConvexSum(Traceable, nn.Module):
         self.logit = nn.Parameter(torch.zeros((), device=device, dtype=dtype))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Combine two values of one shape."""
         share = self.logit.to(at_least_float32(self.logit.dtype)).sigmoid()
         return x * (1 - share).to(x.dtype) + y * share.to(y.dtype)
 
     def plain_forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Convex combination of two values of one shape."""
         share = self.logit.sigmoid()
         return x * (1 - share) + y * share
 
@@ -53,14 +51,12 @@ class LearnableSum(Traceable, nn.Module):
         self.factors = nn.Parameter(torch.ones(2, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Add two values of one shape."""
         factors = self.factors.to(at_least_float32(self.factors.dtype))
         # Not below what float32 can divide by: with both factors 0 the sum is 0.
         first, second = factors / factors.abs().sum().clamp_min(torch.finfo(factors.dtype).tiny)
         return x * first.to(x.dtype) + y * second.to(y.dtype)
 
     def plain_forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Weighted sum of two values of one shape."""
         total = self.factors.abs().sum()
         return (x * self.factors[0] + y * self.factors[1]) / torch.where(total > 0, total, 1.0)
 
@@ -79,12 +75,10 @@ class ScaledConcat(Traceable, nn.Module):
         self.dim, self.number, self.stack = dim, number, stack
 
     def forward(self, values: Sequence[Tensor]) -> Tensor:
-        """Put the values side by side."""
         joined = torch.stack(list(values), self.dim) if self.stack else torch.cat(list(values), self.dim)
         return joined * self.number**-0.5
 
     def plain_forward(self, input: list[Tensor]) -> Tensor:  # noqa: A002
-        """Put the values side by side."""
         joined = torch.stack(input, self.dim) if self.stack else torch.cat(input, self.dim)
         return joined * self.number**-0.5
 
@@ -105,7 +99,6 @@ class ScaledMean(Traceable, nn.Module):
         self.dims, self.keepdim = tuple(dims), keepdim
 
     def forward(self, x: Tensor) -> Tensor:
-        """Take the scaled mean."""
         return x.mean(self.dims, self.keepdim) * prod(x.shape[dim] for dim in self.dims) ** 0.5
 
     plain_forward = forward
@@ -130,13 +123,11 @@ class LastAxesCentering(Traceable, nn.Module):
         self.bias = nn.Parameter(torch.zeros(self.shape, device=device, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Subtract the mean, add the bias."""
         axes = tuple(range(-len(self.shape), 0))
         centred = x - x.to(at_least_float32(x.dtype)).mean(axes, keepdim=True).to(x.dtype)
         return centred if self.bias is None else centred + self.bias.to(x.dtype)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Take off the mean, add the bias."""
         centred = input - input.mean(tuple(range(-len(self.shape), 0)), keepdim=True)
         return centred if self.bias is None else centred + self.bias
 
@@ -163,7 +154,6 @@ class GroupCentering(Traceable, nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels, device=device, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Subtract the means, add the bias."""
         grouped = x.unflatten(1, (self.groups, -1))
         axes = tuple(range(2, grouped.ndim))
         mean = grouped.to(at_least_float32(x.dtype)).mean(axes, keepdim=True).to(x.dtype)
@@ -171,7 +161,6 @@ class GroupCentering(Traceable, nn.Module):
         return centred if self.bias is None else centred + self.bias.to(x.dtype).view(-1, *(1,) * (x.ndim - 2))
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Take off the means, add the bias."""
         flat = input.unflatten(1, (self.groups, -1)).flatten(2)
         return shifted((flat - flat.mean(-1, keepdim=True)).view_as(input), self.bias)
 
@@ -200,12 +189,10 @@ class BoundedScale(Traceable, nn.Module):
         self.scale = nn.Parameter(scale.detach() / largest if largest > 0 else torch.ones_like(scale))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scale entry by entry."""
         scale = self.scale.to(at_least_float32(self.scale.dtype))
         return x * (scale / scale.abs().max().clamp_min(1.0)).to(x.dtype)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Scale entry by entry."""
         return input * (self.scale / self.scale.abs().max().clamp_min(1.0))
 
     def extra_repr(self) -> str:
@@ -225,7 +212,6 @@ class Divided(Traceable, nn.Module):
         self.module, self.constant = module, constant
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply and divide."""
         return self.module(x) * (1 / self.constant)
 
     plain_forward = forward

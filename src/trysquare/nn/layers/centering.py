@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trysquare.nn.geometry import flag, number, positive
 from trysquare.nn.layers.traceable import Traceable, shifted
 from trysquare.nn.linalg.precision import Context, at_least_float32
-from trysquare.nn.parametrizations.base import Device
+from trysquare.nn.parametrizations.base import Device, factory_for
 
 __all__ = ["BatchCentering", "BatchLipNorm", "LayerCentering"]
 
@@ -83,8 +83,9 @@ class BatchCentering(Traceable, nn.Module):
         super().__init__()
         positive("num_features", num_features)
         self.num_features, self.momentum, self.process_group = num_features, momentum, process_group
-        self.bias = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if flag("bias", bias) else None
-        self.register_buffer("running_mean", torch.zeros(num_features, device=device, dtype=dtype))
+        factory = factory_for(device, dtype)
+        self.bias = nn.Parameter(torch.zeros(num_features, **factory)) if flag("bias", bias) else None
+        self.register_buffer("running_mean", torch.zeros(num_features, **factory))
         self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long, device=device))
 
     def reset_parameters(self) -> None:
@@ -94,7 +95,6 @@ class BatchCentering(Traceable, nn.Module):
                 nn.init.zeros_(tensor)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Subtract the mean of each channel, add the bias."""
         self._check(input)
         if self.training:
             mean = self._batch_mean(input)
@@ -109,7 +109,6 @@ class BatchCentering(Traceable, nn.Module):
             raise ValueError(f"input of shape {tuple(x.shape)} must be (batch, {self.num_features}, ...)")
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Take off the running mean of each channel, add the bias."""
         return shifted(shifted(input, -self.running_mean), self.bias)
 
     def _batch_mean(self, x: Tensor) -> Tensor:
@@ -175,7 +174,7 @@ class BatchLipNorm(BatchCentering):
         self.eps = number("eps", eps)
         if not 0 < self.eps < float("inf"):
             raise ValueError(f"eps={eps} must be positive and finite")
-        self.register_buffer("running_square", torch.ones(num_features, device=device, dtype=dtype))
+        self.register_buffer("running_square", torch.ones(num_features, **factory_for(device, dtype)))
 
     def reset_parameters(self) -> None:
         """Forget the running means and the bias."""
@@ -183,7 +182,6 @@ class BatchLipNorm(BatchCentering):
         nn.init.ones_(self.running_square)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Subtract the mean of each channel, divide by the largest deviation, add the bias."""
         self._check(input)
         if not self.training:
             return self.plain_forward(input)
@@ -195,7 +193,6 @@ class BatchLipNorm(BatchCentering):
         return scaled if self.bias is None else scaled + per_channel(self.bias, input)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Do so with the running means."""
         factor = (self.running_square.max() + self.eps).rsqrt()
         return shifted(shifted(input, -self.running_mean) * factor, self.bias)
 
@@ -228,7 +225,8 @@ class LayerCentering(Traceable, nn.Module):
         super().__init__()
         positive("num_features", num_features)
         self.num_features, self.per_channel = num_features, flag("per_channel", per_channel)
-        self.bias = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if flag("bias", bias) else None
+        with_bias = flag("bias", bias)
+        self.bias = nn.Parameter(torch.zeros(num_features, **factory_for(device, dtype))) if with_bias else None
 
     def reset_parameters(self) -> None:
         """Forget the bias."""
@@ -236,7 +234,6 @@ class LayerCentering(Traceable, nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Subtract the mean of each sample, add the bias."""
         if input.ndim < 2 or input.shape[1] != self.num_features:
             raise ValueError(f"input of shape {tuple(input.shape)} must be (batch, {self.num_features}, ...)")
         if self.per_channel and input.ndim < 3:
@@ -250,7 +247,6 @@ class LayerCentering(Traceable, nn.Module):
         return centred if self.bias is None else centred + per_channel(self.bias, input)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Take off the mean of each sample, add the bias."""
         flat = input.flatten(2 if self.per_channel else 1)
         return shifted((flat - flat.mean(-1, keepdim=True)).view_as(input), self.bias)
 

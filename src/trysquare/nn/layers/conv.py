@@ -107,7 +107,7 @@ class OrthogonalConvolution(Isometry, ParametrizedWeight):
         That was decided when the layer was built. Nobody may have replaced the parametrization since, and the layer
         must not have been cast to a shorter dtype: a kernel is rounded once, the terms would be rounded one by one.
         """
-        if self._series is None or not self._is_as_made():
+        if self._series is None or self._made_by() is None:
             return False
         return self.parametrization.dtype_from(self._sources()) in (torch.float32, torch.float64)
 

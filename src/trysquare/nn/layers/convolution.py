@@ -294,10 +294,31 @@ def crops(geometry: ConvGeometry, padding: str | int | Sequence[int], output_pad
 
 def in_format_of(x: Tensor, y: Tensor) -> Tensor:
     """Return ``y`` with channels last in memory, if that is how ``x`` lies there."""
-    if x.is_contiguous() or y.ndim not in (4, 5) or x.ndim != y.ndim:
+    if y.ndim not in (4, 5) or x.ndim != y.ndim or not _has_channels_last(x):
         return y
     last = torch.channels_last if y.ndim == 4 else torch.channels_last_3d
-    return y.contiguous(memory_format=last) if x.is_contiguous(memory_format=last) else y
+    y = y.contiguous(memory_format=last)
+    if _has_channels_last(y) or not y.numel():
+        return y
+    # Of one channel, or one pixel: the numbers lie as they should, only the strides along axes of size 1 do not say so.
+    lines = y.movedim(1, -1)
+    return lines.flatten().view(lines.shape).movedim(-1, 1)
+
+
+def _has_channels_last(x: Tensor) -> bool:
+    """Whether strides are those of channels last, by the rule of torch's own convolutions.
+
+    ``x.is_contiguous(memory_format=torch.channels_last)`` does not tell it: it is true of every contiguous tensor with
+    one channel, or one pixel.
+    """
+    if x.stride(1) != 1:
+        return False
+    least = x.shape[1]
+    for axis in (*range(x.ndim - 1, 1, -1), 0):
+        if x.stride(axis) < least or (axis == 0 and least == 1):
+            return False
+        least = x.stride(axis) * x.shape[axis]
+    return True
 
 
 def _around(x: Tensor, pads: list[int]) -> Tensor:

@@ -25,7 +25,7 @@ from trysquare.nn.linalg.fourier import (
 from trysquare.nn.linalg.orthonormal import random_orthonormal
 from trysquare.nn.linalg.precision import at_least_float32, protected
 from trysquare.nn.parametrizations import METHODS
-from trysquare.nn.parametrizations.base import Caching, Device
+from trysquare.nn.parametrizations.base import Caching, Device, factory_for
 
 __all__ = [
     "FourierOrthoConv1d",
@@ -199,8 +199,9 @@ class _FourierConvolution(Isometry, ImageSized):
             raise ValueError(
                 f"dilation={dilation!r} has no meaning for method='eco': its taps are always size / kernel_size apart"
             )
-        self.weight = nn.Parameter(torch.empty(*self._group_shape, *self.kernel_size, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if flag("bias", bias) else None
+        factory = factory_for(device, dtype)
+        self.weight = nn.Parameter(torch.empty(*self._group_shape, *self.kernel_size, **factory))
+        self.bias = nn.Parameter(torch.empty(out_channels, **factory)) if flag("bias", bias) else None
         self.reset_parameters()
 
     @torch.no_grad()

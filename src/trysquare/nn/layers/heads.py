@@ -7,7 +7,6 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from trysquare.nn.geometry import flag, positive
 from trysquare.nn.layers.linear import ParametrizedLinear
 from trysquare.nn.linalg.margins import least_radius
 from trysquare.nn.linalg.rescaling import unit_rows
@@ -94,9 +93,8 @@ class UnitNormLinear(ParametrizedLinear):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
-        super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
-        self._parametrize_weight(UnitRows((out_features, in_features), **factory_of(self.weight)))
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._parametrize_weight(UnitRows((self.out_features, self.in_features), **factory_of(self.weight)))
 
     def pairwise_norms(self) -> Tensor:
         """``‖w_i - w_j‖`` for every pair of outputs, ``(out_features, out_features)`` in float64."""

@@ -78,7 +78,6 @@ class AffineInverse(Isometry, nn.Module):
         self.dims = dims
 
     def forward(self, y: Tensor) -> Tensor:
-        """Subtract the bias, then apply the adjoint."""
         return self.adjoint(y - self.bias.view(-1, *(1,) * self.dims))
 
     def inverse(self) -> nn.Module:
@@ -157,7 +156,6 @@ class InvertibleSequential(nn.Sequential):
         return found
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Apply the layers one after the other."""
         return self._passed(input, volume=False)[0]
 
     def with_log_abs_det(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,7 +190,7 @@ class InvertibleSequential(nn.Sequential):
             or type(x) not in (Tensor, nn.Parameter)
             or any(type(tensor) is not nn.Parameter for tensor in parameters)
             or not all(callable(getattr(layer, "inverse", None)) for layer in self)
-            or not all(part._is_as_made() for part in self.modules() if isinstance(part, ParametrizedWeight))
+            or any(part._made_by() is None for part in self.modules() if isinstance(part, ParametrizedWeight))
         )
         if plain:
             return _applied(self, x, volume)

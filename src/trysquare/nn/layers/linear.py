@@ -9,23 +9,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trysquare.naming import require_known
 from trysquare.nn.geometry import flag, positive
 from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.layers.invertible import AffineInverse, Isometry
 from trysquare.nn.linalg.operator import LinearOperator
-from trysquare.nn.parametrizations import OrthonormalMatrix
+from trysquare.nn.parametrizations import ManifoldMatrix, OrthonormalMatrix
 from trysquare.nn.parametrizations.base import Device, ParametrizedWeight, check_dtype, factory_of
 from trysquare.nn.parametrizations.spectral import SpectralMatrix
 
 __all__ = ["OrthoLinear", "OrthoLinearTranspose", "SpectralLinear"]
 
 L = TypeVar("L", "OrthoLinear", "OrthoLinearTranspose")
+DType = torch.dtype | None
+
+_METHODS = {"free": OrthonormalMatrix, "manifold": ManifoldMatrix}
 
 
 class ParametrizedLinear(ParametrizedWeight, nn.Linear):
     """An ``nn.Linear`` with a parametrized weight, whatever that is."""
 
     _product: ClassVar[Convolution] = Convolution()
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, device: Device, dtype: DType) -> None:
+        in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
+        check_dtype(dtype)
+        super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Return ``input @ weight.T + bias``."""
@@ -40,20 +49,51 @@ class ParametrizedLinear(ParametrizedWeight, nn.Linear):
         return self._product.plain(self.weight, self.bias, self.training)
 
 
+class _TransposedLinear(nn.Module):
+    """An ``nn.Linear`` whose weight is kept transposed, ``(in_features, out_features)``."""
+
+    weight: Tensor
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, device: Device, dtype: DType) -> None:
+        super().__init__()
+        plain = ParametrizedLinear(in_features, out_features, bias, device, dtype)
+        self.in_features, self.out_features, self.bias = plain.in_features, plain.out_features, plain.bias
+        self.weight = nn.Parameter(plain.weight.detach().mT.contiguous())
+
+
 class _Orthonormal(Isometry, ParametrizedWeight):
-    """What a layer with an orthonormal matrix and its adjoint have in common."""
+    """What a layer with an orthonormal matrix and its adjoint have in common; the next class holds a plain weight."""
 
     in_features: int
     out_features: int
     orthogonalizer: str
+    method: str
 
-    def _orthonormalize(self, orthogonalizer: str) -> None:
-        """Make the weight, which torch's constructor has made a parameter, an orthonormal matrix."""
-        self.orthogonalizer = orthogonalizer
-        self._parametrize_weight(OrthonormalMatrix(tuple(self.weight.shape), orthogonalizer, **factory_of(self.weight)))
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Device = None,
+        dtype: DType = None,
+        *,
+        orthogonalizer: str = "cholesky",
+        method: str = "free",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        if not isinstance(method, str) or method not in _METHODS:
+            require_known(method, _METHODS, "method")
+        if method == "manifold" and orthogonalizer != "cholesky":
+            raise ValueError(f"orthogonalizer={orthogonalizer!r} has no meaning for method='manifold'; leave it out")
+        self.orthogonalizer, self.method = orthogonalizer, method
+        made = _METHODS[method](tuple(self.weight.shape), orthogonalizer, **factory_of(self.weight))
+        self._parametrize_weight(made)
 
     def _adjoint_as(self, kind: type[L]) -> L:
-        twin = kind(self.out_features, self.in_features, bias=False, device="meta", orthogonalizer=self.orthogonalizer)
+        twin = kind(
+            self.out_features, self.in_features, bias=False, device="meta",
+            orthogonalizer=self.orthogonalizer, method=self.method,
+        )  # fmt: skip
         self._lend_weight(twin)
         return twin
 
@@ -79,9 +119,8 @@ class _Orthonormal(Isometry, ParametrizedWeight):
         return self.adjoint() if self.bias is None else AffineInverse(self.adjoint(), self.bias, 0)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"orthogonalizer={self.orthogonalizer}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, " + (
+            "method=manifold" if self.method == "manifold" else f"orthogonalizer={self.orthogonalizer}"
         )
 
 
@@ -96,26 +135,13 @@ class OrthoLinear(_Orthonormal, ParametrizedLinear):
         dtype: dtype of the weight; free tensors are kept in float32 or float64.
         orthogonalizer: how the free matrix is made orthonormal (see
             ``linalg.orthogonalize``).
+        method: ``"free"``, a free matrix that is made orthonormal; or ``"manifold"``, the orthonormal matrix itself,
+            for ``ts.optim.RiemannianAdam``.
 
     >>> layer = OrthoLinear(512, 10)
     >>> bool(torch.allclose(layer.weight @ layer.weight.T, torch.eye(10), atol=1e-5))
     True
     """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        *,
-        orthogonalizer: str = "cholesky",
-    ) -> None:
-        in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
-        check_dtype(dtype)
-        super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
-        self._orthonormalize(orthogonalizer)
 
     def adjoint(self) -> OrthoLinearTranspose:
         return self._adjoint_as(OrthoLinearTranspose)
@@ -146,21 +172,19 @@ class SpectralLinear(ParametrizedLinear):
         out_features: int,
         bias: bool = True,
         device: Device = None,
-        dtype: torch.dtype | None = None,
+        dtype: DType = None,
         *,
         steps: int = 4,
     ) -> None:
-        in_features, out_features = positive("in_features", in_features), positive("out_features", out_features)
-        check_dtype(dtype)
-        super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
+        super().__init__(in_features, out_features, bias, device, dtype)
         self.steps = steps
-        self._parametrize_weight(SpectralMatrix((out_features, in_features), steps=steps, **factory_of(self.weight)))
+        self._parametrize_weight(SpectralMatrix(tuple(self.weight.shape), steps=steps, **factory_of(self.weight)))
 
     def extra_repr(self) -> str:
         return f"{nn.Linear.extra_repr(self)}, steps={self.steps}"
 
 
-class OrthoLinearTranspose(_Orthonormal, nn.Module):
+class OrthoLinearTranspose(_Orthonormal, _TransposedLinear):
     """The adjoint of ``OrthoLinear(out_features, in_features)``: ``input @ weight``, as transposed convolutions do.
 
     ``weight`` is ``(in_features, out_features)``, that of the layer whose adjoint this is. ``OrthoLinear.adjoint``
@@ -173,32 +197,12 @@ class OrthoLinearTranspose(_Orthonormal, nn.Module):
         device: device of the parameters.
         dtype: dtype of the weight; free tensors are kept in float32 or float64.
         orthogonalizer: how the free matrix is made orthonormal.
+        method: ``"free"`` or ``"manifold"``.
 
     >>> layer, x = OrthoLinear(8, 3, bias=False), torch.randn(2, 3)
     >>> torch.allclose(layer(layer.adjoint()(x)), x, atol=1e-5)  # rows are orthonormal
     True
     """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        *,
-        orthogonalizer: str = "cholesky",
-    ) -> None:
-        super().__init__()
-        self.in_features = positive("in_features", in_features)
-        self.out_features = positive("out_features", out_features)
-        check_dtype(dtype)
-        self.weight = nn.Parameter(torch.empty(self.in_features, self.out_features, device=device, dtype=dtype))
-        like = factory_of(self.weight)
-        self.bias = nn.Parameter(torch.empty(self.out_features, **like)) if flag("bias", bias) else None
-        self._orthonormalize(orthogonalizer)
-        if self.bias is not None:
-            nn.init.uniform_(self.bias, -(self.in_features**-0.5), self.in_features**-0.5)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Return ``input @ weight + bias``."""

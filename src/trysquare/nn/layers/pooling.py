@@ -7,8 +7,9 @@ not amplify. Where windows overlap, an input is read by up to ``overlap`` of the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -42,8 +43,8 @@ __all__ = [
 ]
 
 
-_AVERAGE: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
-_MAX: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_AVERAGE: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+_MAX: dict[int, Callable[..., Tensor]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 
 class EuclideanNorm(Traceable, nn.Module):
@@ -62,7 +63,6 @@ class EuclideanNorm(Traceable, nn.Module):
         return euclidean(vectors.to(at_least_float32(vectors.dtype)), self.dim)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Norm of each vector."""
         return torch.linalg.vector_norm(input, dim=self.dim)
 
     def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
@@ -99,8 +99,7 @@ class _SumPool(_Pool):
 
 class _ScaledAvgPool(_SumPool):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Scaled mean of each window."""
-        mean: Tensor = _AVERAGE[self.dims](input, self.kernel_size, self.stride, self.padding)
+        mean = _AVERAGE[self.dims](input, self.kernel_size, self.stride, self.padding)
         return mean * (prod(self.kernel_size) / self.overlap) ** 0.5
 
     plain_forward = forward
@@ -112,7 +111,6 @@ class _L2NormPool(_SumPool):
         self.norm = EuclideanNorm()
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Return the norm of each window, scaled where windows overlap."""
         pads = [pad for amount in reversed(self.padding) for pad in (amount, amount)]
         windows = F.pad(input, pads)
         for axis, (size, stride) in enumerate(zip(self.kernel_size, self.stride, strict=True)):
@@ -121,7 +119,6 @@ class _L2NormPool(_SumPool):
         return norms.to(input.dtype)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Norm of each window, scaled where windows overlap."""
         windows = F.pad(input, [pad for amount in reversed(self.padding) for pad in (amount, amount)])
         for size, stride in zip(self.kernel_size, self.stride, strict=True):
             windows = windows.unfold(-self.dims, size, stride)  # the axis of the positions inside goes to the end
@@ -130,8 +127,7 @@ class _L2NormPool(_SumPool):
 
 class _LipschitzMaxPool(_Pool):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Maximum of each window, scaled where windows overlap."""
-        pooled: Tensor = _MAX[self.dims](input, self.kernel_size, self.stride, self.padding, self.dilation)
+        pooled = _MAX[self.dims](input, self.kernel_size, self.stride, self.padding, self.dilation)
         return pooled if self.overlap == 1 else pooled * self.overlap**-0.5
 
     plain_forward = forward
@@ -240,7 +236,6 @@ class _GlobalPool(Traceable, nn.Module):
         return pooled[(..., *(None,) * (input.ndim - 2))] if self.keepdim else pooled
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Pool ``(batch, channels, *sizes)`` to ``(batch, channels, 1, ...)``."""
         pooled = self._pool(input.flatten(2))
         return pooled.reshape(input.shape[:2] + (input.ndim - 2) * (1,)) if self.keepdim else pooled
 
@@ -328,7 +323,6 @@ class _InvertibleDownsampling(_Resampling):
         return space_to_depth(input, self.factor)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Move one axis after the other."""
         x, channels = input, -self.dims - 1
         for axis, factor in enumerate(self.factor, start=-self.dims):
             x = x.unflatten(axis, (-1, factor)).movedim(axis, channels).flatten(channels - 1, channels)
@@ -342,7 +336,6 @@ class _InvertibleUpsampling(_Resampling):
         return depth_to_space(input, self.factor)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Move one axis after the other."""
         x, channels = input, -self.dims - 1
         for axis, factor in reversed(list(enumerate(self.factor, start=-self.dims))):
             x = x.unflatten(channels, (-1, factor)).movedim(channels, axis).flatten(axis - 1, axis)

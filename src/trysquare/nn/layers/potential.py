@@ -19,7 +19,7 @@ from trysquare.nn.layers.block import Block, Sum
 from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.linalg.kernels import adjoint
 from trysquare.nn.linalg.lattice import residual_bound
-from trysquare.nn.parametrizations.base import Device, Factory, factory_of
+from trysquare.nn.parametrizations.base import Device, Factory, factory_for
 from trysquare.nn.parametrizations.spectral import Contraction
 
 
@@ -49,7 +49,6 @@ class _PotentialStep(Block):
         return weight, -2 * adjoint(weight, self._first.groups)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Take one step."""
         return input + self._branch(input, *self.kernels)
 
     @torch.no_grad()
@@ -86,7 +85,7 @@ class PotentialLinear(_PotentialStep):
         self.features = features
         self.hidden_features = features if hidden_features is None else hidden_features
         check_groups(1, features=features, hidden_features=self.hidden_features)
-        factory = factory_of(torch.empty(0, device=device, dtype=dtype))
+        factory = factory_for(device, dtype)
         self._take_step(Convolution(), (self.hidden_features, features), bias, activation, factory, options)
 
 
@@ -122,5 +121,5 @@ class PotentialConv(_PotentialStep):
         self.dilation = per_axis("dilation", dilation, self.dims)
         convolution = Convolution.same(self.kernel_size, (1,) * self.dims, self.dilation, groups, padding_mode)
         shape = (self.hidden_channels, channels // groups, *self.kernel_size)
-        factory = factory_of(torch.empty(0, device=device, dtype=dtype))
+        factory = factory_for(device, dtype)
         self._take_step(convolution, shape, bias, activation, factory, options)

@@ -487,7 +487,6 @@ class LastState(Traceable, nn.Module):
         return last.transpose(0, 1).flatten(1)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Return ``(batch, hidden_size * directions)`` from ``(batch, length, input_size)``."""
         return self.rnn(input)[1][-1 - int(self.rnn.bidirectional) :].transpose(0, 1).flatten(1)
 
     @torch.no_grad()

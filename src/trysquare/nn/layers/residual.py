@@ -14,7 +14,7 @@ from trysquare.nn.layers.activations import with_slopes_in_unit_interval
 from trysquare.nn.layers.pooling import EuclideanNorm
 from trysquare.nn.layers.traceable import Traceable
 from trysquare.nn.linalg.precision import at_least_float32
-from trysquare.nn.parametrizations.base import Device
+from trysquare.nn.parametrizations.base import Device, factory_for
 
 __all__ = ["AdjointResidual", "ConcatResidual", "ConvexResidual", "L2Residual", "LearnableResidual"]
 
@@ -72,22 +72,21 @@ class LearnableResidual(_Residual):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(branch, shortcut)
-        self.scale = nn.Parameter(torch.tensor(number("scale", scale), device=device, dtype=dtype))
-        one = torch.ones((), device=device, dtype=dtype)
+        factory = factory_for(device, dtype)
+        self.scale = nn.Parameter(torch.tensor(number("scale", scale), **factory))
+        one = torch.ones((), **factory)
         if flag("learnable_skip", learnable_skip):
             self.skip_scale = nn.Parameter(one)
         else:
             self.register_buffer("skip_scale", one, persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Weighted sum of skip and branch."""
         skip_scale, scale, share = self.factors(input.dtype)
         skip, branch = self._skip(input), self.branch(input * scale.to(input.dtype))
         _same_shape(skip, branch)
         return skip * (skip_scale * share).to(skip.dtype) + branch * share.to(branch.dtype)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Weighted sum of skip and branch."""
         total = self.skip_scale.abs() + self.scale.abs()
         weighted = self._skip(input) * self.skip_scale + self.branch(input * self.scale)
         return weighted / torch.where(total > 0, total, 1.0)
@@ -130,17 +129,15 @@ class ConvexResidual(_Residual):
         super().__init__(branch, shortcut)
         if not 0 < number("weight", weight) < 1:
             raise ValueError(f"weight={weight} must be between 0 and 1, both excluded")
-        self.logit = nn.Parameter(torch.tensor(math.log(weight / (1 - weight)), device=device, dtype=dtype))
+        self.logit = nn.Parameter(torch.tensor(math.log(weight / (1 - weight)), **factory_for(device, dtype)))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Convex combination of skip and branch."""
         weight = _exact(self.logit).sigmoid()
         skip, branch = self._skip(input), self.branch(input)
         _same_shape(skip, branch)
         return skip * (1 - weight).to(skip.dtype) + branch * weight.to(branch.dtype)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Convex combination of skip and branch."""
         weight = self.logit.sigmoid()
         return self._skip(input) * (1 - weight) + self.branch(input) * weight
 
@@ -161,7 +158,6 @@ class ConcatResidual(Traceable, nn.Module):
         self.branch, self.dim = branch, dim
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Concatenate the first half and ``f`` of the second."""
         if input.shape[self.dim] % 2:
             raise ValueError(f"{input.shape[self.dim]} channels on axis {self.dim} cannot be split in two halves")
         first, second = input.chunk(2, self.dim)
@@ -169,7 +165,6 @@ class ConcatResidual(Traceable, nn.Module):
         return torch.cat((first.to(branch.dtype), branch), self.dim)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Concatenate the first half and ``f`` of the second."""
         halves = input.chunk(2, self.dim)
         return torch.cat((halves[0], self.branch(halves[1])), self.dim)
 
@@ -201,10 +196,9 @@ class L2Residual(_Residual):
     ) -> None:
         super().__init__(branch, shortcut)
         self.norm = EuclideanNorm(1)
-        self.angle = nn.Parameter(torch.tensor(number("angle", angle), device=device, dtype=dtype))
+        self.angle = nn.Parameter(torch.tensor(number("angle", angle), **factory_for(device, dtype)))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Return the norm of skip and branch, entry by entry."""
         angle = _exact(self.angle)
         skip, branch = self._skip(input), self.branch(input)
         _same_shape(skip, branch)
@@ -213,7 +207,6 @@ class L2Residual(_Residual):
         return self.norm(both).to(branch.dtype)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Norm of skip and branch, entry by entry."""
         both = torch.stack((self._skip(input) * self.angle.cos(), self.branch(input) * self.angle.sin()))
         return torch.linalg.vector_norm(both, dim=0)
 
@@ -246,7 +239,6 @@ class AdjointResidual(Traceable, nn.Module):
         self.adjoint: nn.Module = layer.adjoint()  # type: ignore[operator]
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Take off twice what comes back."""
         return input - 2 * self.adjoint(self.activation(self.layer(input)))
 
     plain_forward = forward

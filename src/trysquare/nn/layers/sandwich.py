@@ -22,7 +22,7 @@ from trysquare.nn.linalg.lattice import sandwich_bound
 from trysquare.nn.linalg.rescaling import positive
 from trysquare.nn.linalg.sandwich import mix, sandwich_pair
 from trysquare.nn.parametrizations import OrthonormalMatrix, Parametrization
-from trysquare.nn.parametrizations.base import Device, Factory, factory_of
+from trysquare.nn.parametrizations.base import Device, Factory, factory_for
 
 __all__ = [
     "SandwichAOCConv1d",
@@ -158,7 +158,7 @@ class SandwichLinear(_Sandwich):
         self.in_features, self.out_features, self.hidden_features = in_features, out_features, hidden
         self.orthogonalizer = orthogonalizer
         self._first = self._second = Convolution()
-        factory = factory_of(torch.empty(0, device=device, dtype=dtype))
+        factory = factory_for(device, dtype)
         kernels = SandwichMatrices(in_features, out_features, hidden, orthogonalizer, **factory)
         self._finish(kernels, (hidden, in_features), bias, activation)
 

@@ -20,7 +20,7 @@ from trysquare.nn.linalg.precision import at_least_float32, full_precision, prot
 from trysquare.nn.linalg.rescaling import limited, positive
 from trysquare.nn.linalg.sandwich import sandwich_pair
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
-from trysquare.nn.parametrizations.base import Caching, Device, keeping_precision
+from trysquare.nn.parametrizations.base import Caching, Device, factory_for, keeping_precision
 
 __all__ = [
     "SandwichConv1d",
@@ -128,10 +128,11 @@ class _FourierSandwich(ImageSized):
         super().__init__()
         self._set_numbers((in_channels, out_channels), (kernel_size, stride, dilation), groups, others)
         self.activation = with_slopes_in_unit_interval(activation)
+        factory = factory_for(device, dtype)
         shape = self._group_shape
-        self.response = FrequencyResponse(shape, self.kernel_size, self.dilation, self.transposed, device, dtype)
+        self.response = FrequencyResponse(shape, self.kernel_size, self.dilation, self.transposed, **factory)
         with_bias = flag("bias", bias)
-        self.bias = nn.Parameter(torch.empty(groups * shape[1], device=device, dtype=dtype)) if with_bias else None
+        self.bias = nn.Parameter(torch.empty(groups * shape[1], **factory)) if with_bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trysquare.naming import shown
 from trysquare.nn.layers.centering import per_channel
 from trysquare.nn.layers.traceable import Traceable
-from trysquare.nn.parametrizations.base import Device
+from trysquare.nn.parametrizations.base import Device, factory_for
 
 __all__ = ["InputScaling"]
 
@@ -52,18 +52,17 @@ class InputScaling(Traceable, nn.Module):
             raise ValueError(f"std={std} must be positive: it divides the data")
         if len({len(means), len(deviations)} - {1}) > 1:
             raise ValueError(f"mean has {len(means)} numbers and std has {len(deviations)}: give one for each channel")
-        self.register_buffer("mean", torch.tensor(means, device=device, dtype=dtype))
-        self.register_buffer("std", torch.tensor(deviations, device=device, dtype=dtype))
+        factory = factory_for(device, dtype)
+        self.register_buffer("mean", torch.tensor(means, **factory))
+        self.register_buffer("std", torch.tensor(deviations, **factory))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Subtract the mean of each channel and divide by its deviation."""
         channels = max(len(self.mean), len(self.std))
         if input.ndim < 2 or channels not in (1, input.shape[1]):
             raise ValueError(f"input of shape {tuple(input.shape)} must be (batch, {channels}, ...)")
         return (input - per_channel(self.mean, input)) / per_channel(self.std, input)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Take off the mean of each channel and divide by its deviation."""
         return ((input.transpose(1, -1) - self.mean) / self.std).transpose(1, -1)
 
     def inverse(self) -> InputScaling:

@@ -10,13 +10,13 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from trysquare.naming import shown
 from trysquare.nn.geometry import flag, per_axis, positive
 from trysquare.nn.layers.invertible import Isometry
-from trysquare.nn.layers.traceable import Traceable, is_symbol
-from trysquare.nn.parametrizations.base import Device
+from trysquare.nn.layers.traceable import Traceable
+from trysquare.nn.parametrizations.base import Device, factory_for
 
 __all__ = ["ChannelShift", "Positions"]
 
@@ -49,8 +49,7 @@ class ChannelShift(Traceable, Isometry, nn.Module):
         self.share, self.back = float(share), flag("back", back)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Shift each group."""
-        if not is_symbol(input):
+        if not isinstance(input, fx.Proxy):
             if input.ndim != self.dims + 2:
                 raise ValueError(
                     f"an input of shape {tuple(input.shape)} must be (batch, channels) and {self.dims} more axes: "
@@ -61,7 +60,6 @@ class ChannelShift(Traceable, Isometry, nn.Module):
         return self.plain_forward(input)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Shift each group."""
         size = math.floor(self.share * input.shape[1])
         steps = [(axis, -step if self.back else step) for axis in range(2, self.dims + 2) for step in (1, -1)]
         parts = [
@@ -99,14 +97,12 @@ class Positions(Traceable, Isometry, nn.Module):
         if not isinstance(shape, tuple | list) or not shape:
             raise TypeError(f"shape={shown(shape)} must be that of an input without the batch, such as (64, 8, 8)")
         sizes = per_axis("shape", shape, len(shape))
-        self.bias = nn.Parameter(torch.zeros(sizes, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(sizes, **factory_for(device, dtype)))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Add the numbers."""
-        return self.plain_forward(input) if is_symbol(input) else input + self._fitting(input)
+        return self.plain_forward(input) if isinstance(input, fx.Proxy) else input + self._fitting(input)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Add the numbers."""
         return input + self.bias
 
     def _fitting(self, x: Tensor) -> Tensor:
@@ -131,11 +127,9 @@ class _WithoutPositions(Traceable, Isometry, nn.Module):
         self.positions = positions
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Subtract the numbers."""
-        return self.plain_forward(input) if is_symbol(input) else input - self.positions._fitting(input)
+        return self.plain_forward(input) if isinstance(input, fx.Proxy) else input - self.positions._fitting(input)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Subtract the numbers."""
         return input - self.positions.bias
 
     def inverse(self) -> Positions:

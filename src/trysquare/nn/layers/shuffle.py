@@ -25,12 +25,10 @@ class ChannelShuffle(Traceable, Isometry, nn.ChannelShuffle):
         super().__init__(positive("groups", groups))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Interleave the groups."""
         _require_groups(input, self.groups)
         return self.plain_forward(input)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Interleave the groups."""
         return input.unflatten(1, (self.groups, -1)).transpose(1, 2).flatten(1, 2)
 
     def inverse(self) -> ChannelUnshuffle:
@@ -55,12 +53,10 @@ class ChannelUnshuffle(Traceable, Isometry, nn.Module):
         self.groups = positive("groups", groups)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Take the groups apart."""
         _require_groups(input, self.groups)
         return self.plain_forward(input)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Take the groups apart."""
         return input.unflatten(1, (-1, self.groups)).transpose(1, 2).flatten(1, 2)
 
     def inverse(self) -> ChannelShuffle:

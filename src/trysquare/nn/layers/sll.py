@@ -24,7 +24,6 @@ class RowContraction(Contraction):
         return [self._draw_kernel(), torch.zeros(self.shape[0], dtype=torch.float64)]
 
     def build(self, *free: Tensor) -> Tensor:
-        """Rescale the hidden channels."""
         kernel, q = (self._by_group(tensor) for tensor in free)
         return contract_rows(kernel, positive(q), dims=self.dims).flatten(0, 1)
 

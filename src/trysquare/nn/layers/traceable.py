@@ -34,11 +34,6 @@ class Traceable:
         return fx.GraphModule(module, graph, type(module).__name__)
 
 
-def is_symbol(value: object) -> bool:
-    """Whether a value stands for a tensor in a trace of ``torch.fx``."""
-    return isinstance(value, fx.Proxy)
-
-
 def shifted(x: Tensor, by: Tensor | None) -> Tensor:
     """Add a number to each channel, whatever the number of axes."""
     return x if by is None else (x.transpose(1, -1) + by).transpose(1, -1)

@@ -68,11 +68,29 @@ def for_everybody(function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-def _check_tensor(name: str, value: object) -> None:
+def require_dense(name: str, value: object, *, meta: bool = True) -> Tensor:
+    """Return a tensor of which each number has a place of its own to be read from, or is on the meta device.
+
+    Args:
+        name: what the error calls it.
+        value: the tensor.
+        meta: whether it may be on the meta device, which holds no numbers.
+
+    Raises:
+        TypeError: if it is something else.
+        ValueError: if it is a nested, sparse or quantized tensor.
+    """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
     if value.is_nested or value.layout != torch.strided or value.is_quantized:
         raise ValueError(f"{name} must be a dense tensor, not a nested, sparse or quantized one")
+    if value.is_meta and not meta:
+        raise ValueError(f"{name} is on the meta device, which holds no numbers: make it on another one")
+    return value
+
+
+def _check_tensor(name: str, value: Tensor) -> None:
+    require_dense(name, value)
     if not (value.is_floating_point() or value.is_complex()) or value.element_size() < 2:
         raise ValueError(f"{name} must hold real or complex floating point numbers, not {value.dtype}")
     if name == "rows" and (value.is_complex() or value.element_size() < 4):

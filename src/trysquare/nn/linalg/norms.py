@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations
 from math import cos, pi, prod
 
 import torch
@@ -173,27 +172,25 @@ def _row_sum_bound(kernel: Tensor, dims: int) -> Tensor:
     return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
 
 
-def kernel_norm_bound(kernel: Tensor, dims: int) -> Tensor:
-    """Bound the norm of a stride-1 convolution on every domain, by matrices of the size of the kernel.
+# Of a matrix with as many rows as channels a squaring is cheap, and six leave 2 % at 128 channels.
+_KERNEL_SQUARINGS = 6
 
-    For each way to split the kernel axes into two sets, let ``R`` be the kernel as a matrix with output channels and
-    the first set as rows, input channels and the second set as columns. The convolution cuts the input into windows
-    along the second set (norm at most the square root of their taps), multiplies by ``R``, and adds shifted copies
-    along the first (the same). So ``sqrt(prod(k)) ‖R‖`` is a bound.
+
+def kernel_norm_bound(kernel: Tensor, dims: int) -> Tensor:
+    """Bound the norm of a stride-1 convolution on every domain, by two matrices that hold the kernel.
+
+    The convolution cuts the input into windows (norm at most the root of the number of taps), and multiplies them by
+    the kernel as a matrix with the output channels as rows; or it multiplies each input by the matrix with the input
+    channels as columns, and adds shifted copies (the same). So that root times the smaller norm is a bound. Measured:
+    1.8 times the norm of random 3x3 kernels, 2.7 times that of 5x5 ones, 1.3 times in one dimension.
 
     Args:
-        kernel: ``(*batch, c_out, c_in, *k)``.
+        kernel: ``(*batch, c, c, *k)``.
         dims: number of kernel axes.
 
     Returns:
-        ``(*batch,)``: the least bound over the splits into halves.
+        ``(*batch,)``.
     """
-    first = kernel.ndim - dims
-    taps = prod(kernel.shape[first:])
-    bounds = []
-    for rows in combinations(range(dims), dims // 2):
-        columns = [axis for axis in range(dims) if axis not in rows]
-        order = [*range(first - 2), first - 2, *(first + a for a in rows), first - 1, *(first + a for a in columns)]
-        matrix = kernel.permute(order).flatten(first - 2, first - 2 + len(rows)).flatten(first - 1)
-        bounds.append(gram_norm_bound(matrix))
-    return torch.stack(bounds).amin(0) * taps**0.5
+    inputs = kernel.ndim - dims - 1
+    both = torch.stack((kernel.flatten(inputs), kernel.transpose(inputs - 1, inputs).flatten(inputs)))
+    return gram_norm_bound(both, _KERNEL_SQUARINGS).amin(0) * prod(kernel.shape[inputs + 1 :]) ** 0.5

@@ -298,10 +298,14 @@ def cayley_rows(matrix: Tensor) -> Tensor:
     """
     n = matrix.shape[-2]
     upper, lower = matrix[..., :n].mH, matrix[..., n:].mH
-    skew = upper - upper.mH + torch.matmul(lower.mH, lower)
+    skew = upper - upper.mH
+    if lower.shape[-2]:  # what has no rows costs calls, and Inductor cannot differentiate it (torch 2.13)
+        skew = skew + torch.matmul(lower.mH, lower)
     eye = torch.eye(n, dtype=matrix.dtype, device=matrix.device)
     half = inverse(eye + skew)  # of I + (I - A)(I + A)⁻¹
-    return corrected(torch.cat([2 * half - eye, -2 * torch.matmul(lower, half)], dim=-2).mH)
+    first = 2 * half - eye
+    columns = torch.cat([first, -2 * torch.matmul(lower, half)], dim=-2) if lower.shape[-2] else first
+    return corrected(columns.mH)
 
 
 @on_rows
@@ -372,6 +376,14 @@ def polar_factor(matrix: Tensor) -> Tensor:
     return torch.matmul(left, right)
 
 
+def _nearest_rotation(matrix: Tensor) -> Tensor:
+    """Polar factor of a matrix that is not square or complex; otherwise the nearest one of determinant 1."""
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    if matrix.shape[-2] == matrix.shape[-1] and not matrix.is_complex():
+        left[..., -1:] *= torch.linalg.det(torch.matmul(left, right))[..., None, None].sign()
+    return torch.matmul(left, right)
+
+
 @dataclass(frozen=True)
 class Orthogonalizer:
     """A way to an orthonormal matrix, and the way back if there is a closed form for it.
@@ -396,9 +408,12 @@ class Orthogonalizer:
     def free(self, basis: Tensor) -> Tensor:
         """Return a free matrix that gives ``basis``, or a fresh one where there is no closed form.
 
-        Of what is not orthonormal, one that gives the nearest matrix that is.
+        Of what is not orthonormal, one that gives the nearest matrix that is; the nearest rotation where only these are
+        reached.
         """
-        return self.draw(*basis.shape) if self.inverse is None else self.inverse(polar_factor(basis))
+        if self.inverse is None:
+            return self.draw(*basis.shape)
+        return self.inverse(polar_factor(basis) if self.keeps_orthonormal else _nearest_rotation(basis))
 
     def reconditioned(self, matrix: Tensor) -> Tensor:
         """Return a free matrix that gives the same result as ``matrix`` and is safe to train on."""

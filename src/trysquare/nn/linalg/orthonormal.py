@@ -185,8 +185,7 @@ def orthonormal_rows(rows: Tensor, householder: bool = False) -> Tensor:
     """Orthonormal rows with the same span, by Gram-Schmidt in the order given.
 
     Args:
-        rows: ``(..., h, c)`` with ``h <= c``, float32 or float64. Any scale, any condition number,
-            any rank.
+        rows: ``(..., h, c)`` with ``h <= c``, float32 or float64. Scale, condition number and rank do not matter.
         householder: factor by Householder reflections instead of Cholesky.
 
     Returns:

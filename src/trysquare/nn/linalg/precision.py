@@ -408,9 +408,10 @@ def unwrapped(tensor: Tensor) -> Tensor:
 def host_can_look(tensor: Tensor) -> bool:
     """Whether Python may branch on a value of ``tensor`` for free: eagerly, and on the CPU.
 
-    On an accelerator a look is a synchronisation; in a traced graph or under ``vmap`` there is nothing to look at.
+    On an accelerator a look is a synchronisation; in a traced graph, under ``vmap`` and in ``FakeTensorMode`` there is
+    nothing to look at.
     """
-    if is_traced() or tensor.device.type != "cpu":
+    if is_traced() or tensor.device.type != "cpu" or torch_internals.fake_mode() is not None:
         return False
     return not torch_internals.is_wrapped(tensor)
 

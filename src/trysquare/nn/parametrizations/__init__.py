@@ -17,6 +17,7 @@ from trysquare.nn.parametrizations.aol import AOL
 from trysquare.nn.parametrizations.base import Factory, Parametrization
 from trysquare.nn.parametrizations.bcop import BCOP
 from trysquare.nn.parametrizations.bro import BRO
+from trysquare.nn.parametrizations.manifold import Manifold, ManifoldMatrix
 from trysquare.nn.parametrizations.method import KernelMethod
 from trysquare.nn.parametrizations.orthonormal import OrthonormalMatrix
 from trysquare.nn.parametrizations.rko import RKO
@@ -33,6 +34,7 @@ METHODS: dict[str, type[KernelMethod]] = {
     "aol": AOL,
     "bro": BRO,
     "spectral": Spectral,
+    "manifold": Manifold,
 }
 
 
@@ -91,6 +93,8 @@ __all__ = [
     "RKO",
     "SOC",
     "KernelMethod",
+    "Manifold",
+    "ManifoldMatrix",
     "OrthonormalMatrix",
     "Parametrization",
     "SCFac",

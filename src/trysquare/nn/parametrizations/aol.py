@@ -162,7 +162,6 @@ class AOL(KernelMethod):
         return masks.to(kernel.dtype)
 
     def refuse_unreachable(self, weight: Tensor) -> None:
-        """Refuse a kernel that amplifies."""
         refuse_kernel(weight, self.geometry, contraction=True)
 
     def solve(self, weight: Tensor) -> list[Tensor]:

@@ -6,6 +6,7 @@ how its free tensors stay well conditioned, and the layer that has such a weight
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
 from itertools import count
@@ -22,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trysquare import torch_internals
 from trysquare.nn.geometry import positive
+from trysquare.nn.linalg.checks import require_dense
 from trysquare.nn.linalg.operator import checked_weight
 from trysquare.nn.linalg.precision import (
     as_autocast,
@@ -32,6 +34,7 @@ from trysquare.nn.linalg.precision import (
 from trysquare.nn.parametrizations.assignment import free_tensors_for
 from trysquare.nn.parametrizations.projection import nearest_free_tensors
 from trysquare.nn.parametrizations.writes import WriteGuard
+from trysquare.nn.riemannian import RiemannianAdam, forget
 
 Slots = Mapping[str, nn.Parameter | None]
 """Where a module holds its parameters: ``module._parameters``."""
@@ -223,14 +226,19 @@ class Parametrization(Caching, ABC):
         return 0.0
 
     @property
-    @abstractmethod
-    def free_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the free tensors."""
+    def orthonormal_count(self) -> int:
+        """How many free tensors, from the first on, are orthonormal matrices that ``RiemannianAdam`` keeps so."""
+        return 0
 
     @property
     @abstractmethod
     def weight_shape(self) -> tuple[int, ...]:
         """Shape of the weight."""
+
+    @property
+    def free_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the free tensors; by default there is one, of the shape of the weight."""
+        return (self.weight_shape,)
 
     @abstractmethod
     def draw(self) -> list[Tensor]:
@@ -351,8 +359,8 @@ class Parametrization(Caching, ABC):
             return
         whole = [gathered(tensor) for tensor in free]
         with full_precision(whole[0]):
-            for tensor, better in zip(free, self.reconditioned(*whole), strict=True):
-                if id(tensor) in trained and tensor.requires_grad:
+            for tensor, present, better in zip(free, whole, self.reconditioned(*whole), strict=True):
+                if better is not present and id(tensor) in trained and tensor.requires_grad:
                     tensor.copy_(spread_like(better, tensor))
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -381,10 +389,10 @@ class Parametrization(Caching, ABC):
 
     def project_(self, weight: Tensor, starts: int = 1, steps: int = 100) -> float:
         """Set the free tensors to those whose weight is nearest to ``weight``; see ``ParametrizedWeight.project_``."""
-        free = list(self.slots.values())
-        nearest, distance = nearest_free_tensors(weight, self, [tensor.detach() for tensor in free], starts, steps)
-        self.writes.forget()
-        with torch.no_grad():
+        free = [require_dense("the free tensor", tensor, meta=False) for tensor in self.slots.values()]
+        with torch.inference_mode(False), torch.no_grad():
+            nearest, distance = nearest_free_tensors(weight, self, [tensor.detach() for tensor in free], starts, steps)
+            self.writes.forget()
             for tensor, new in zip(free, nearest, strict=True):
                 tensor.copy_(new)
         return distance
@@ -401,7 +409,8 @@ class Parametrization(Caching, ABC):
         if not self.slots:
             dtype = at_least_float32(weight.dtype)
             return [weight.new_empty(shape, dtype=dtype) for shape in self.free_shapes]
-        return free_tensors_for(weight, self, [tensor.detach() for tensor in self.slots.values()])
+        with torch.inference_mode(False), torch.no_grad():
+            return free_tensors_for(weight, self, [tensor.detach() for tensor in self.slots.values()])
 
 
 def plainly_laid_out(weight: Tensor) -> Tensor:
@@ -457,6 +466,9 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     trained = {id(tensor): place for place, tensor in enumerate(tensors)}
     _stepped.update(dict.fromkeys(trained, _step))
+    if not isinstance(optimizer, RiemannianAdam):  # some write without a trace
+        for tensor in tensors:
+            forget(tensor)
     if any(hasattr(tensor, "full_tensor") for tensor in tensors):
         _sharded_step = _step
     steps = _steps_of[optimizer] = _steps_of.get(optimizer, 0) + 1
@@ -524,25 +536,27 @@ class ParametrizedWeight(nn.Module):
         twin.train(self.training)
 
     def _current_weight(self) -> Tensor:
-        """``self.weight`` for a pass, without torch's detour over the parametrization where the cache has it."""
+        """``self.weight`` for a pass, without torch's detour over the parametrization where a block or cache has it."""
         if torch.compiler.is_compiling() or torch_internals.jit_trace() is not None:
             return self.weight
-        if not torch.is_grad_enabled() and not self._writes.found() and self._cache.fresh() and self._is_as_made():
+        part = self._made_by()
+        if part is not None and not torch.is_grad_enabled() and not self._writes.found() and self._cache.fresh():
             assert self._cache.weight is not None
             return self._cache.weight
         self._writes.inside = True
         try:
-            return self.weight
+            return self.weight if part is None or part.block is None else part(*part.slots.values())
         finally:
             self._writes.inside = False
 
-    def _is_as_made(self) -> bool:
-        """Whether the weight is ours: nobody has taken our parametrization off, or added another one after it."""
+    def _made_by(self) -> Parametrization | None:
+        """Return what makes the weight, unless somebody has taken it off or added another parametrization after it."""
         held = self._modules.get("parametrizations")
         chain = None if held is None else held._modules.get("weight")
         if chain is None or len(chain._modules) != 1:
-            return False
-        return getattr(chain._modules["0"], "cache", None) is self._cache
+            return None
+        part = chain._modules["0"]
+        return part if isinstance(part, Parametrization) and part.cache is self._cache else None
 
     def used_weight(self) -> Tensor:
         """Return the weight that a forward pass uses, with the casts of autocast."""
@@ -582,19 +596,29 @@ class ParametrizedWeight(nn.Module):
             NotImplementedError: for a plan of tensor parallelism, which takes free tensors for parts of the weight.
         """
         if name.startswith("parametrizations."):
-            raise NotImplementedError(
-                f"{self._get_name()} cannot be split by a plan of tensor parallelism: every row of its weight depends "
-                "on all of its free tensors; use fully_shard, or ts.built(model, group), which share its construction"
-            )
+            self._refuse_plan()
         if param is not None and parametrize.is_parametrized(self, name):
             setattr(self, name, param.detach())
         else:
             super().register_parameter(name, param)
 
+    def _refuse_plan(self) -> None:
+        raise NotImplementedError(
+            f"{self._get_name()} cannot be split by a plan of tensor parallelism: every row of its weight depends "
+            "on all of its free tensors; use fully_shard, or ts.built(model, group), which share its construction"
+        )
+
+    def _plan_applied(self) -> bool:
+        """Refuse a plan before it splits the weight; others who ask are told that there is none."""
+        if sys._getframe(1).f_code.co_name == torch_internals.PLANNER:
+            self._refuse_plan()
+        return False
+
     def project_(self, weight: Tensor, starts: int = 1, steps: int = 100) -> float:
         """Set the weight to the nearest one that the layer can have, in the Frobenius norm.
 
-        Of matrices that is exactly the polar factor; of kernels, the best that descent on the free tensors finds, which
+        Of matrices that is exactly the polar factor (``cayley`` and ``exponential``, which make rotations only, come
+        near to the nearest of these); of kernels, the best that descent on the free tensors finds, which
         starts from the projectors that lose least (methods without such a start from random tensors). The nearest
         orthogonal weight does not depend on the scale of ``weight``.
 
@@ -654,6 +678,9 @@ class ParametrizedWeight(nn.Module):
         return f"{self._get_name()}({self.extra_repr()})"
 
 
+setattr(ParametrizedWeight, torch_internals.PLAN_APPLIED, property(ParametrizedWeight._plan_applied))
+
+
 def _parametrized(cls: type[nn.Module], names: Sequence[str]) -> nn.Module:
     """Return a layer without its state, of the class that torch makes for one with these parametrized tensors."""
     layer = cls.__new__(cls)
@@ -709,3 +736,13 @@ class Factory(TypedDict):
 def factory_of(weight: Tensor) -> Factory:
     """``device`` and ``dtype`` of a tensor, as keyword arguments."""
     return {"device": weight.device, "dtype": weight.dtype}
+
+
+def factory_for(device: Device, dtype: torch.dtype | None) -> Factory:
+    """``device`` and ``dtype`` as keyword arguments, with torch's defaults filled in.
+
+    Raises:
+        ValueError: if ``dtype`` is given and is not a real floating point type.
+    """
+    check_dtype(dtype)
+    return factory_of(torch.empty(0, device=device, dtype=dtype))

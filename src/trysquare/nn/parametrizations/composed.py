@@ -137,7 +137,6 @@ class Composed(KernelMethod):
         return kernel if kernel.shape[-1] == self.geometry.inner_channels else None
 
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
-        """Return the same kernel from well conditioned tensors."""
         count = self._matrix_count
         return [*self.reconditioned_matrix(*free[:count]), *self.reconditioned_inner(*free[count:])]
 
@@ -150,7 +149,6 @@ class Composed(KernelMethod):
         return [recondition(rows, orthonormal_rows(rows)) for rows in free]
 
     def refuse_unreachable(self, weight: Tensor) -> None:
-        """Refuse a kernel that is not orthogonal."""
         refuse_kernel(weight, self.geometry)
 
     def extra_repr(self) -> str:

@@ -27,13 +27,7 @@ class OrthonormalMatrix(Parametrization):
         return True
 
     @property
-    def free_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """One free matrix, of the shape of the weight."""
-        return (self.shape,)
-
-    @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
         return self.shape
 
     def draw(self) -> list[Tensor]:
@@ -41,20 +35,16 @@ class OrthonormalMatrix(Parametrization):
         return [self._orthogonalizer.draw(*self.shape)]
 
     def build(self, *free: Tensor) -> Tensor:
-        """Return the orthonormal matrix."""
         return self._orthogonalizer.apply(free[0]).contiguous()
 
     @property
     def alike(self) -> Hashable:
-        """Shape and orthogonalizer."""
         return type(self), self.shape, self.orthogonalizer
 
     def build_together(self, *free: Tensor) -> Tensor:
-        """Return the matrices, orthonormalised in one batch."""
         return self.build(*free)
 
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
-        """Return the same orthonormal matrix from a well conditioned one."""
         return [self._orthogonalizer.reconditioned(free[0])]
 
     @property
@@ -63,7 +53,6 @@ class OrthonormalMatrix(Parametrization):
         return self._orthogonalizer.inverse is not None
 
     def refuse_unreachable(self, weight: Tensor) -> None:
-        """Refuse a matrix that is not orthonormal."""
         refuse_singular_values(torch.linalg.svdvals(weight), "this matrix is not orthonormal")
 
     def solve(self, weight: Tensor) -> list[Tensor]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trysquare.nn.geometry import ConvGeometry
+from trysquare.nn.linalg.checks import require_dense
 from trysquare.nn.linalg.precision import at_least_float32, full_precision
 from trysquare.nn.linalg.spectrum import circular_singular_values
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:  # which imports this module
 
 # Singular values that are further from where they must be are no rounding.
 _OFF = 0.01
+# Of entries: squares of larger ones, and of their inverses, may leave the range of float32 when they are summed.
+_LARGEST = 1e15
 # Of L-BFGS: steps between two looks, and the part of the squared distance that a look must find gone.
 _STEPS_A_LOOK = 20
 _LEAST_PROGRESS = 1e-3
@@ -66,15 +69,24 @@ def finite_weight(weight: object, shape: Sequence[int]) -> Tensor:
     """``weight`` without its history, if it is a finite tensor of this shape.
 
     Raises:
-        ValueError: if not.
+        TypeError: if it is no tensor.
+        ValueError: if it is no dense one of real floats, or has another shape, or numbers that no weight can have.
     """
-    if not isinstance(weight, Tensor) or not weight.dtype.is_floating_point:
-        raise ValueError("weight must be a tensor of a real floating point type")
+    weight = require_dense("weight", weight, meta=False)
+    if not weight.dtype.is_floating_point or weight.element_size() < 2:
+        raise ValueError(f"weight must be of a real floating point type of at least 16 bits, not {weight.dtype}")
     if tuple(weight.shape) != tuple(shape):
         raise ValueError(f"weight has shape {tuple(weight.shape)}, the layer's is {tuple(shape)}")
     if not bool(weight.isfinite().all()):
         raise ValueError("weight holds values that are not finite")
-    return weight.detach()
+    if (largest := _largest(weight)) > _LARGEST:
+        raise ValueError(f"weight has entries of {largest:.1e}, whose squares may not be finite: scale it down")
+    # What was made in inference mode cannot be differentiated with.
+    return weight.clone() if weight.is_inference() else weight.detach()
+
+
+def _largest(weight: Tensor) -> float:
+    return float(weight.detach().abs().max()) if weight.numel() else 0.0
 
 
 def nearest_free_tensors(
@@ -90,12 +102,14 @@ def nearest_free_tensors(
         steps: of L-BFGS, at most, in each.
 
     Raises:
-        ValueError: if ``weight`` has another shape, or is 0, to which all weights are equally near.
+        ValueError: if ``weight`` has another shape, or is 0, to which all weights are equally near, or too large or
+            small for its squares.
     """
     weight = finite_weight(weight, parametrization.weight_shape)
-    norm = float(weight.double().norm())
-    if norm == 0:
-        raise ValueError("weight is zero, and all weights of the layer are equally near to it")
+    norm, largest = float(weight.double().norm()), _largest(weight)
+    if largest < 1 / _LARGEST:
+        what = "is zero" if largest == 0 else f"has no entry above {largest:.1e}"
+        raise ValueError(f"weight {what}, and all weights of the layer are equally near to it")
     # Solved in float64, like assignment; the descent is in the precision of the layer.
     exact = weight.to(torch.float64).cpu()
     target = weight.to(present[0].device, at_least_float32(present[0].dtype))

@@ -43,7 +43,6 @@ class RKO(KernelMethod):
 
     @property
     def free_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The matrix."""
         geometry = self.geometry
         return ((geometry.groups, geometry.group_out, prod(geometry.kernel_size) * geometry.group_in),)
 
@@ -63,7 +62,6 @@ class RKO(KernelMethod):
         return self.build(free[0].flatten(0, 1)).unflatten(0, (len(free[0]), -1))
 
     def reconditioned(self, *free: Tensor) -> list[Tensor]:
-        """Return the same matrix from a well conditioned one."""
         return [self._orthogonalizer.reconditioned(free[0])]
 
     @property
@@ -72,7 +70,6 @@ class RKO(KernelMethod):
         return self._orthogonalizer.inverse is not None
 
     def refuse_unreachable(self, weight: Tensor) -> None:
-        """Refuse a kernel whose matrix is not orthonormal."""
         matrix = weight.unflatten(0, (self.geometry.groups, -1)).movedim(2, -1).flatten(2) / self.scale
         # By the smaller Gram matrix: the matrix has as many columns as the kernel has taps.
         rows = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT

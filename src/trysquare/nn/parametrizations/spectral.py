@@ -69,16 +69,11 @@ class NormContraction(Contraction):
         super().__init__(shape, groups, **factory)
         (self.steps,) = per_axis("steps", steps, 1, least=0)
 
-    @property
-    def free_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return (self.shape,)
-
     def draw(self) -> list[Tensor]:
         """Return a normal kernel."""
         return [self._draw_kernel()]
 
     def build(self, *free: Tensor) -> Tensor:
-        """Divide by the bound."""
         return _contracted(self._by_group(free[0]), self.steps, self.dims)
 
     def solve(self, weight: Tensor) -> list[Tensor]:
@@ -97,7 +92,6 @@ class SpectralMatrix(NormContraction):
         return [random_orthonormal(*self.shape)]
 
     def refuse_unreachable(self, weight: Tensor) -> None:
-        """Refuse a matrix that amplifies."""
         refuse_singular_values(torch.linalg.svdvals(weight), "this matrix amplifies", contraction=True)
 
 
@@ -126,16 +120,11 @@ class Spectral(KernelMethod):
         """Nothing: kernels are divided one by one."""
         return None
 
-    @property
-    def free_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return (self.weight_shape,)
-
     def draw(self) -> list[Tensor]:
         """Return a kernel that is orthonormal in some middle taps, with a little noise."""
         return [nearly_orthogonal(self.geometry).flatten(0, 1)]
 
     def build(self, *free: Tensor) -> Tensor:
-        """Divide by the bound."""
         return _contracted(free[0].unflatten(0, (self.geometry.groups, -1)), self.steps, free[0].ndim - 2)
 
     def solve(self, weight: Tensor) -> list[Tensor]:
@@ -143,7 +132,6 @@ class Spectral(KernelMethod):
         return [weight]
 
     def refuse_unreachable(self, weight: Tensor) -> None:
-        """Refuse a kernel that amplifies."""
         refuse_kernel(weight, self.geometry, contraction=True)
 
     def extra_repr(self) -> str:
