@@ -1138,8 +1138,6 @@ REASONS = {
     **dict.fromkeys(["fft_r2c", "_fft_r2c", "_fft_c2c"], _MATRICES),
     **dict.fromkeys(["mkldnn_rnn_layer", "lstm", "lstm_cell", "_thnn_fused_lstm_cell"], _GATES),
     **dict.fromkeys(["gru", "gru_cell", "_thnn_fused_gru_cell"], _GATES),
-    "_embedding_bag": "a bag of tokens has no rule; take the sum or mean of an Embedding",
-    "_embedding_bag_forward_only": "a bag of tokens has no rule; take the sum or mean of an Embedding",
 }  # fmt: skip
 REASONS |= {
     f"_scaled_dot_product_{kind}": _ATTENTION
