@@ -1,16 +1,16 @@
 """A network with every kind of orthogonal convolution, against the same network with ``nn.Conv2d``.
 
 The networks are ResNet-34 and the residual depthwise network of the paper, ResNet-18 for small images, and the small
-network of Li et al.; only the convolution class is exchanged, and all convolutions are circular. "Conv2d, our padding"
-is torch's convolution with our way to pad, which keeps no padded copy for backward: the difference to "Conv2d" is what
-padding alone gains. Times are those of a step of plain SGD and of an evaluation without gradients. Peak memory is that
-of a fresh process, interpreter included, and differs by up to 19 % between processes that do the same.
+network of Li et al.; only the convolution class is exchanged, and all but orthogonium's SOC are circular. "Conv2d, our
+padding" is torch's convolution with our way to pad, which keeps no padded copy for backward: the difference to "Conv2d"
+is what padding alone gains. Times are those of a step of plain SGD and of an evaluation without gradients. Peak memory
+is that of a fresh process, interpreter included, and differs by up to 19 % between processes that do the same.
 
 The contestants are not equally exact. Our SOC is exact to 1e-6, and orthogonium's uses 5 terms of the exponential in
 training and 12 in evaluation. When this was measured, ours took nine, and a bound of the norm that cost as much as two
 convolutions at 128 channels. It takes seven now: at 64 channels on 4 maps of 28 x 28, 7.1 times the FLOPs of a
-convolution for a training step, 5.1 times with `terms=5`, and orthogonium's 5.0. "SOC, 3 terms" has as many as adaptive
-SOC, and an error of up to 0.052.
+convolution for a training step, 5.1 times with `terms=5`, and orthogonium's 5.0, which pads every term with zeros: that
+takes less time than wrapping around. "SOC, 3 terms" has as many terms as adaptive SOC, and an error of up to 0.052.
 orthogonium's AOC takes 12 Björck steps by default and rebuilds its kernels in every evaluation, unless they are
 exported. Its BCOP, SOC and Cayley, and our "BCOP, original style", emulate strides with more channels, as the original
 methods do.

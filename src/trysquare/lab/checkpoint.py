@@ -37,6 +37,8 @@ _KEYS = {"factory", "arguments", "state_dict"}
 _NO_DIGEST = "0" * 64
 _DIGEST_KEY = '"sha256":"'
 Factory = Callable[..., nn.Module] | str
+Content = dict[str, Any]
+"""What a file about a model holds, by name."""
 
 
 def save_checkpoint(
@@ -164,7 +166,7 @@ def packed(content: Mapping[str, object]) -> bytes:
 _SEAL = b"trysquare checkpoint, sha256 "
 
 
-def unpacked(path: Path) -> dict[str, Any]:
+def unpacked(path: Path) -> Content:
     """Return what ``packed`` was given, after a look at its digest; older files have none.
 
     Raises:
@@ -286,7 +288,7 @@ def model_file(source: str | os.PathLike[str]) -> Path | None:
     return path if path.is_file() else None
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path) -> Content:
     """Return what ``save_checkpoint`` wrote: factory, arguments, weights, and the number of parameters.
 
     Raises:
@@ -316,7 +318,7 @@ def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0][:300] if str(error) else "it ends too early"
 
 
-def _read_safetensors(content: bytes) -> dict[str, Any]:
+def _read_safetensors(content: bytes) -> Content:
     place = _digest_place(content)
     if place < 0:
         raise ValueError("it has no digest")
@@ -333,7 +335,7 @@ def _read_safetensors(content: bytes) -> dict[str, Any]:
     }
 
 
-def _read_old(content: bytes) -> dict[str, Any]:
+def _read_old(content: bytes) -> Content:
     """Return a file of ``torch.save``, as there were before safetensors."""
     found = read_archive(content)
     if not isinstance(found, dict) or set(found) != _KEYS:

@@ -87,8 +87,8 @@ def built(model: nn.Module, group: Any = None, *, owner_only: bool = False) -> I
         ValueError: if the processes have different models, or this model's gradients are exchanged by something that
             cannot work within the context.
         RuntimeError: if a free tensor is changed in place, moved or replaced within the context, at its next use or at
-            the exit (writes through ``.data``, which torch does not count, are not noticed); or if processes cannot
-            share what happens here, with the reason.
+            the exit (writes through ``.data``, which torch does not count, are not noticed); if a weight is written to;
+            or if processes cannot share what happens here, with the reason.
 
     >>> model = nn.Sequential(OrthoConv2d(3, 8, 3), ts.MaxMin(), nn.Flatten(), OrthoLinear(8 * 64, 10))
     >>> images, labels = torch.randn(8, 3, 8, 8), torch.arange(8)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, fx, nn
@@ -37,7 +37,7 @@ class Converted(fx.GraphModule):
         """Return the same calls without the table."""
         return fx.GraphModule(self, self.graph, self._get_name())
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         """Pickle as torch does, and the table with it."""
         return _unpickled, (*super().__reduce__(), self.conversion)
 
@@ -50,7 +50,7 @@ class _Choices(TypedDict, total=False):
     keep: tuple[type[nn.Module], ...]
 
 
-def _unpickled(make: Callable[..., fx.GraphModule], arguments: tuple[Any, ...], table: Conversion) -> Converted:
+def _unpickled(make: Callable[..., fx.GraphModule], arguments: tuple[object, ...], table: Conversion) -> Converted:
     plain = make(*arguments)
     result = Converted(plain, plain.graph, plain._get_name())
     result.meta["conversion"] = table

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim.optimizer import ParamsT
 
-from trysquare.nn.geometry import positive
+from trysquare.nn.geometry import number, positive
 from trysquare.nn.linalg.orthonormal import orthonormal_rows
 from trysquare.nn.linalg.precision import full_precision
 from trysquare.nn.linalg.stiefel import nearest
 from trysquare.nn.linalg.unitary import distance_from_unitary, low_rank_factors, polish, rotate
+from trysquare.nn.riemannian import ByGroup, Group, is_known, mark
 from trysquare.nn.riemannian import RiemannianAdam as RiemannianAdam
-from trysquare.nn.riemannian import is_known, mark
 
 _POLISH_EVERY = 100
 _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -26,7 +25,7 @@ _DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 _START_TOLERANCE = 1e-3
 
 
-def parameter_groups(model: nn.Module, *, lr: float | None = None, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, *, lr: float | None = None, weight_decay: float = 0.0) -> list[Group]:
     """Return the trainable parameters of a model in groups for an optimizer, of which only plain weights decay.
 
     Most weights of this library do not depend on the scale of their free tensors. Decay then does not make the weight
@@ -59,8 +58,8 @@ def parameter_groups(model: nn.Module, *, lr: float | None = None, weight_decay:
     for module in model.modules():
         ours = type(module).__module__.startswith("trysquare.")
         matrices = getattr(module[0], "orthonormal_count", 0) if isinstance(module, ParametrizationList) else 0
-        for number, (name, parameter) in enumerate(module.named_parameters(recurse=False)):
-            if number < matrices:
+        for place, (name, parameter) in enumerate(module.named_parameters(recurse=False)):
+            if place < matrices:
                 kind = "orthonormal"
             elif isinstance(module, ParametrizationList) or (ours and name == "weight"):
                 kind = "free"
@@ -68,7 +67,7 @@ def parameter_groups(model: nn.Module, *, lr: float | None = None, weight_decay:
                 kind = "decayed" if parameter.ndim > 1 and not ours else "other"
             if parameter.requires_grad and not any(parameter in group for group in kinds.values()):
                 kinds[kind][parameter] = None
-    rate: dict[str, Any] = {} if lr is None else {"lr": lr}
+    rate: Group = {} if lr is None else {"lr": lr}
     return [
         {
             "name": kind, "params": list(group), **rate,
@@ -79,7 +78,7 @@ def parameter_groups(model: nn.Module, *, lr: float | None = None, weight_decay:
     ]  # fmt: skip
 
 
-class ProjUNN(torch.optim.Optimizer):
+class ProjUNN(ByGroup):
     """ProjUNN-T (Kiani et al., 2022): gradient steps of low rank along the orthogonal or unitary group.
 
     A step approximates the gradient by a matrix of low rank, projects it to the tangent space at the parameter, and
@@ -115,38 +114,18 @@ class ProjUNN(torch.optim.Optimizer):
     def __init__(self, params: ParamsT, lr: float = 1e-2, rank: int = 1, alpha: float = 0.0, eps: float = 1e-8) -> None:
         super().__init__(params, {"lr": lr, "rank": rank, "alpha": alpha, "eps": eps})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own.
-
-        Raises:
-            ValueError: if one of them is not orthogonal, or an option has no meaning.
-        """
-        super().add_param_group(param_group)
-        group = self.param_groups.pop()
+    def _check_group(self, group: Group) -> None:
         _check_options(**{name: group[name] for name in ("lr", "rank", "alpha")})
         for parameter in group["params"]:
             _check_orthogonal(parameter)
-        self.param_groups.append(group)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Take a step with every parameter that has a gradient.
+    def _step_group(self, group: Group) -> None:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                with full_precision(parameter):
+                    self._update(parameter, group)
 
-        Args:
-            closure: evaluates the model again and returns the loss.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    with full_precision(parameter):
-                        self._update(parameter, group)
-        return loss
-
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, group: Group) -> None:
         state = self.state[parameter]
         state["step"] = state.get("step", 0) + 1
         gradient = self._scaled(parameter.grad, state, group)  # type: ignore[arg-type]
@@ -156,7 +135,7 @@ class ProjUNN(torch.optim.Optimizer):
         parameter.copy_(polish(moved) if state["step"] % _POLISH_EVERY == 0 else moved)
 
     @staticmethod
-    def _scaled(gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    def _scaled(gradient: Tensor, state: Group, group: Group) -> Tensor:
         if not group["alpha"]:
             return gradient
         square = gradient.abs().square()
@@ -167,10 +146,10 @@ class ProjUNN(torch.optim.Optimizer):
 
 
 def _check_options(lr: float, rank: int, alpha: float) -> None:
-    if not 0 <= lr < math.inf:
+    if not 0 <= number("lr", lr) < math.inf:
         raise ValueError(f"lr={lr!r} must be finite and not negative")
     positive("rank", rank)
-    if not 0 <= alpha < 1:
+    if not 0 <= number("alpha", alpha) < 1:
         raise ValueError(f"alpha={alpha!r} must be at least 0 and less than 1")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -53,7 +53,47 @@ def is_known(parameter: Tensor) -> bool:
 # -- the optimizer
 
 
-class RiemannianAdam(torch.optim.Optimizer):
+Group = dict[str, Any]
+"""An entry of ``param_groups`` of an optimizer, or of its ``state``."""
+
+
+class ByGroup(torch.optim.Optimizer):
+    """An optimizer that checks each group of parameters before it takes it."""
+
+    def _check_group(self, group: Group) -> None:
+        raise NotImplementedError
+
+    def _step_group(self, group: Group) -> None:
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add parameters, with options of their own.
+
+        Raises:
+            ValueError: if one of them is not orthogonal, or an option has no meaning.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups.pop()
+        self._check_group(group)
+        self.param_groups.append(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Take a step with every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_group(group)
+        return loss
+
+
+class RiemannianAdam(ByGroup):
     """Adam on orthonormal matrices: parameters move along the manifold, and are orthonormal after each step.
 
     The gradient is projected to the tangent space, its moments are those of Adam, and the step follows a short
@@ -100,19 +140,11 @@ class RiemannianAdam(torch.optim.Optimizer):
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "orthonormal": orthonormal}
         super().__init__(params, options)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own.
-
-        Raises:
-            ValueError: if one of them is not orthonormal, or an option has no meaning.
-        """
-        super().add_param_group(param_group)
-        group = self.param_groups.pop()
+    def _check_group(self, group: Group) -> None:
         _check_options(**{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")})
         if group["orthonormal"]:
             for parameter in group["params"]:
                 _begin(parameter)
-        self.param_groups.append(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load moments; parameters that were loaded before, and are orthonormal, are known to be so again."""
@@ -122,25 +154,13 @@ class RiemannianAdam(torch.optim.Optimizer):
                 if _distance(parameter) < _ROUNDINGS * torch.finfo(parameter.dtype).eps:
                     mark(parameter)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Take a step with every parameter that has a gradient.
-
-        Args:
-            closure: evaluates the model again and returns the loss.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for alike in self._batches(group["params"], group["orthonormal"]):
-                self._update(alike, group)
-        return loss
+    def _step_group(self, group: Group) -> None:
+        for alike in self._batches(group["params"], group["orthonormal"]):
+            self._update(alike, group)
 
     def _batches(self, parameters: Iterable[Tensor], orthonormal: bool) -> list[list[Tensor]]:
         """Return the parameters with a gradient, those that can take their step as one tensor side by side."""
-        found: defaultdict[Any, list[Tensor]] = defaultdict(list)
+        found: defaultdict[Hashable, list[Tensor]] = defaultdict(list)
         for parameter in parameters:
             if parameter.grad is None:
                 continue
@@ -153,7 +173,7 @@ class RiemannianAdam(torch.optim.Optimizer):
             found[kind, id(parameter) if _is_large(parameter, orthonormal) else 0].append(parameter)
         return list(found.values())
 
-    def _update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+    def _update(self, parameters: Sequence[Tensor], group: Group) -> None:
         orthonormal, lr = group["orthonormal"], group["lr"]
         states = [self.state[parameter] for parameter in parameters]
         step = states[0]["step"]
@@ -188,7 +208,7 @@ def _is_large(parameter: Tensor, orthonormal: bool) -> bool:
     return parameter.device.type == "cpu" and size > _LARGEST_IN_A_BATCH**2
 
 
-def _direction(gradient: Tensor, states: Sequence[dict[str, Any]], step: int, group: dict[str, Any]) -> Tensor:
+def _direction(gradient: Tensor, states: Sequence[Group], step: int, group: Group) -> Tensor:
     """Update the moments by a gradient, and return the direction against which Adam steps."""
     first, second = group["betas"]
     mean, square = (_together([state[name] for state in states]) for name in ("mean", "square_mean"))

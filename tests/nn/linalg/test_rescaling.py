@@ -4,7 +4,7 @@ import torch.nn.functional as F
 
 from trysquare.nn.linalg import contract_rows, norm_bound, unit_rows
 from trysquare.nn.linalg.kernels import adjoint
-from trysquare.nn.linalg.rescaling import gram, positive, positive_inverse, row_sums
+from trysquare.nn.linalg.rescaling import free_of_factors, gram, positive_factors, row_sums
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 SHAPES = [(5, 3), (3, 5), (4, 3, 3), (2, 5, 4), (4, 3, 3, 2), (3, 4, 2, 2, 2)]
@@ -175,8 +175,8 @@ def test_gram_is_the_product():
 
 def test_positive_factors_stay_finite_and_invert():
     free = torch.tensor([-1e30, -1.0, 0.0, 0.5, 1e30], dtype=torch.float64)
-    factors = positive(free)
+    factors = positive_factors(free)
     assert (factors > 0).all()
     assert factors.isfinite().all()
     torch.testing.assert_close(factors[1:4], free[1:4].exp(), atol=0.01, rtol=0)
-    torch.testing.assert_close(positive_inverse(factors)[1:4], free[1:4])
+    torch.testing.assert_close(free_of_factors(factors)[1:4], free[1:4])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trysquare.files import open_file
-from trysquare.lab.data.files import find_folder, nestings, nothing_found, require_file
+from trysquare.lab.data.locating import find_folder, nestings, nothing_found, require_file
 from trysquare.lab.data.sets import ImageSet, require_labels
 from trysquare.lab.data.unpickle import read_pickled_dict
 from trysquare.naming import shown

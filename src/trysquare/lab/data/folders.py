@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trysquare.files import open_file, read_file
-from trysquare.lab.data.files import nestings, nothing_found, require_file
+from trysquare.lab.data.locating import nestings, nothing_found, require_file
 from trysquare.naming import shown
 from trysquare.progress import track
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trysquare.lab.data.files import find_folder, nestings, nothing_found, read_start, require_file
+from trysquare.lab.data.locating import find_folder, nestings, nothing_found, read_start, require_file
 from trysquare.lab.data.sets import ImageSet, require_labels
 
 SIZE = 28

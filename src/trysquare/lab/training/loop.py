@@ -24,7 +24,7 @@ from trysquare.lab.models import Classifier, build
 from trysquare.lab.training.distribution import World, joined
 from trysquare.lab.training.recipe import MARGINS, Recipe
 from trysquare.lab.training.run import Run, evaluated_split, load_images, load_run, starting
-from trysquare.lab.training.step import OPTIMIZERS, Gradients, clip_layers, takes_head, trained_by
+from trysquare.lab.training.step import OPTIMIZERS, Gradients, clip_layers, loss_of, trained_by
 from trysquare.naming import shown
 from trysquare.nn.losses import Loss, make_loss, margin_for_radius
 from trysquare.nn.parametrizations.base import continue_from, steps_taken
@@ -228,18 +228,15 @@ class Training:
         logits = torch.zeros(1, classes, device=self.world.device)
         try:
             with torch.no_grad():
-                value = float(self.loss_of(logits, torch.zeros(1, dtype=torch.int64, device=logits.device)))
+                value = float(
+                    loss_of(self.loss, self.model, logits, torch.zeros(1, dtype=torch.int64, device=logits.device))
+                )
         except ValueError as error:
             raise ValueError(f"loss {name!r} does not take {classes} classes: {error}") from error
         if not math.isfinite(value):
             raise ValueError(
                 f"loss {name!r} with {options} is {value} where all logits are 0: take numbers that are less extreme"
             )
-
-    def loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss, which is given the weight of the head if it takes one."""
-        options = {"head": self.model.head.weight} if takes_head(self.loss) else {}
-        return self.loss(logits, labels, **options)
 
     def run_to_the_end(self, run: Run, quiet: bool = False) -> Run:
         """Train what is left, epoch by epoch, and write into the directory of the run."""
@@ -325,7 +322,7 @@ class Training:
             for images, labels in self.held_out.epoch(0):
                 if len(labels):
                     logits = self.model(images)
-                    loss = float(self.loss_of(logits, labels)) * len(labels)
+                    loss = float(loss_of(self.loss, self.model, logits, labels)) * len(labels)
                     radii = certified_radius(logits, labels, found.features_bound, found.head_weight)
                     right = int((logits.argmax(1) == labels).sum())
                     counts += torch.tensor([loss, right, len(labels), *(int((radii > e).sum()) for e in epsilons)])

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trysquare.files import DIGEST, check_writable, inside, read_file, sha256, write_whole
+from trysquare.files import DIGEST, JsonObject, check_writable, inside, read_file, sha256, write_whole
 from trysquare.lab.checkpoint import (
     MODEL_FILES,
     REGISTRY,
@@ -132,7 +132,7 @@ class Run:
             described = {name: wanted[name] for name in others}
             raise ValueError(f"{path} is of another model: it has {shown(others)}, the recipe has {shown(described)}")
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[JsonObject]:
         """Return everything that was measured, in order, without a last line that a crash cut short.
 
         Raises:
@@ -239,7 +239,7 @@ class Run:
             write_whole(path, read_file(path)[:size])
 
 
-def read_metrics(content: bytes) -> list[dict[str, Any]]:
+def read_metrics(content: bytes) -> list[JsonObject]:
     """Return the records of ``metrics.jsonl``; what comes after the last line break was cut short by a crash.
 
     Raises:

@@ -22,9 +22,11 @@ from trysquare.nn.losses import Loss
 from trysquare.nn.optim import Lookahead, MovingAverage, RiemannianAdam, parameter_groups
 
 
-def takes_head(loss: Loss) -> bool:
-    """Return whether the loss takes the weight of the last layer."""
-    return "head" in inspect.signature(loss.forward).parameters
+def loss_of(loss: Loss, model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss, which is given the weight of the classifier's last layer if it takes one."""
+    if "head" in inspect.signature(loss.forward).parameters:
+        return loss(logits, labels, head=cast("Classifier", model).head.weight)
+    return loss(logits, labels)
 
 
 class Gradients:
@@ -50,7 +52,6 @@ class Gradients:
     ) -> None:
         self.model, self.loss, self.parts, self.group = model, loss, parts, group
         self.low_precision = precision == "bfloat16"
-        self.takes_head = takes_head(loss)
 
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
         """Add the gradients of the mean loss, over all processes, to the parameters.
@@ -61,18 +62,14 @@ class Gradients:
         counts = torch.zeros(3, device=images.device)
         with built(self.model, self.group):
             for part, classes in zip(images.chunk(self.parts), labels.chunk(self.parts), strict=True):
-                loss, right = self._forward(part, classes)
+                with parametrize.cached():  # a loss that wants the head's weight gets the one of this pass
+                    with torch.autocast(images.device.type, torch.bfloat16, enabled=self.low_precision):
+                        logits = self.model(part)
+                    loss = loss_of(self.loss, self.model, logits, classes)
                 (loss * (len(classes) / len(labels))).backward()
+                right = (logits.detach().argmax(1) == classes).sum().float()
                 counts += torch.stack([loss.detach() * len(classes), right, loss.new_tensor(len(classes))])
         return counts
-
-    def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean loss and the number of right answers."""
-        with parametrize.cached():  # a loss that wants the head's weight gets the one of this pass
-            with torch.autocast(images.device.type, torch.bfloat16, enabled=self.low_precision):
-                logits = self.model(images)
-            options = {"head": cast("Classifier", self.model).head.weight} if self.takes_head else {}
-        return self.loss(logits, labels, **options), (logits.detach().argmax(1) == labels).sum().float()
 
 
 def clip_layers(model: nn.Module, largest: float) -> None:

@@ -19,7 +19,7 @@ from trysquare.nn.layers.convolution import Convolution
 from trysquare.nn.layers.packing import PackedKernels, Shapes
 from trysquare.nn.linalg.kernels import adjoint
 from trysquare.nn.linalg.lattice import sandwich_bound
-from trysquare.nn.linalg.rescaling import positive
+from trysquare.nn.linalg.rescaling import positive_factors
 from trysquare.nn.linalg.sandwich import mix, sandwich_pair
 from trysquare.nn.parametrizations import OrthonormalMatrix, Parametrization
 from trysquare.nn.parametrizations.base import Device, Factory, factory_for
@@ -51,7 +51,7 @@ class SandwichMatrices(PackedKernels):
         """Split the matrix, and scale both parts by ``Ψ``."""
         both, free_psi = tensors
         a, b = both[:, : self.outputs], both[:, self.outputs :]
-        first, second = sandwich_pair(a, b, positive(free_psi).unsqueeze(-1))
+        first, second = sandwich_pair(a, b, positive_factors(free_psi).unsqueeze(-1))
         return [first, second.mT]
 
 
@@ -87,7 +87,7 @@ class SandwichKernels(PackedKernels):
     def build_kernels(self, *tensors: Tensor) -> list[Tensor]:
         """Mix the kernels by the matrix, and scale both by ``Ψ``."""
         plain, strided, matrix, free_psi = tensors
-        psi = positive(free_psi).view(-1, *(1,) * (plain.ndim - 1))
+        psi = positive_factors(free_psi).view(-1, *(1,) * (plain.ndim - 1))
         plain, strided = mix(matrix, plain, strided)
         if self.transposed:
             return list(sandwich_pair(strided, plain, psi))
@@ -113,7 +113,7 @@ class _Sandwich(PackedBlock):
         first, second = maps = self._maps(self._first, self._second)
         back = second if self._second.transposed else second.transposed()
         made_of = self._before_fusing()
-        psi = None if made_of is None else positive(made_of[-1])
+        psi = None if made_of is None else positive_factors(made_of[-1])
         return sandwich_bound(first, back, self._circle(maps, input_shape), psi)
 
     def as_torch(self) -> nn.Module:

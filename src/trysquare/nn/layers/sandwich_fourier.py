@@ -17,7 +17,7 @@ from trysquare.nn.linalg.fourier import apply_response, of_response
 from trysquare.nn.linalg.lattice import ROUND_UP
 from trysquare.nn.linalg.orthogonalize import cayley_rows
 from trysquare.nn.linalg.precision import at_least_float32, full_precision, protected
-from trysquare.nn.linalg.rescaling import limited, positive
+from trysquare.nn.linalg.rescaling import limited, positive_factors
 from trysquare.nn.linalg.sandwich import sandwich_pair
 from trysquare.nn.linalg.spectrum import UNIT_ROUNDOFF
 from trysquare.nn.parametrizations.base import Caching, Device, factory_for, keeping_precision
@@ -77,7 +77,7 @@ class FrequencyResponse(Caching):
     @property
     def psi(self) -> Tensor:
         """``Ψ``, to be multiplied with blocks ``(..., groups, hidden, m)``."""
-        return positive(self.free_psi).unsqueeze(-1)
+        return positive_factors(self.free_psi).unsqueeze(-1)
 
     def forward(self, sizes: Sizes) -> tuple[Tensor, Tensor]:
         """``(*frequencies, groups, hidden, m)`` before the activation and, to be transposed, after it."""
@@ -98,7 +98,7 @@ class FrequencyResponse(Caching):
 
     def _pair(self, blocks: Tensor, free_psi: Tensor) -> Tensor:
         b, a = self._ordered(cayley_rows(blocks))
-        before, after = sandwich_pair(a, b, positive(free_psi).unsqueeze(-1))
+        before, after = sandwich_pair(a, b, positive_factors(free_psi).unsqueeze(-1))
         return torch.cat((before, after) if self.transposed else (after, before), -1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -164,7 +164,7 @@ class _FourierSandwich(ImageSized):
     def lipschitz_constant(self, input_shape: Sizes, dtype: torch.dtype) -> float:
         """Bound the branch by two blocks for each frequency and group; see ``linalg.operator.LipschitzLayer``."""
         before, after = (response.to(torch.complex128) for response in self.response(self._coarse(input_shape[1:])))
-        psi = positive(self.response.free_psi.detach().double()).unsqueeze(-1)
+        psi = positive_factors(self.response.free_psi.detach().double()).unsqueeze(-1)
         both = torch.cat((after / psi, before * psi), -1)
         rounding = 4 * UNIT_ROUNDOFF * float(torch.linalg.matrix_norm(both).max())
         return (blocks_norm(both, type(self).__name__) + rounding) ** 2 / 2 * ROUND_UP

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trysquare.nn.layers.potential import PotentialConv, PotentialLinear
-from trysquare.nn.linalg.rescaling import channel_sums, contract_rows, gram, positive, positive_inverse
+from trysquare.nn.linalg.rescaling import channel_sums, contract_rows, free_of_factors, gram, positive_factors
 from trysquare.nn.parametrizations.spectral import Contraction
 
 __all__ = ["SLLBlock1d", "SLLBlock2d", "SLLBlock3d", "SLLLinear"]
@@ -25,7 +25,7 @@ class RowContraction(Contraction):
 
     def build(self, *free: Tensor) -> Tensor:
         kernel, q = (self._by_group(tensor) for tensor in free)
-        return contract_rows(kernel, positive(q), dims=self.dims).flatten(0, 1)
+        return contract_rows(kernel, positive_factors(q), dims=self.dims).flatten(0, 1)
 
     def solve(self, weight: Tensor) -> list[Tensor]:
         """Return the weight itself, with the weights ``q`` that leave it as it is.
@@ -35,9 +35,9 @@ class RowContraction(Contraction):
         """
         sums = channel_sums(gram(self._by_group(weight), dims=self.dims), dims=self.dims)
         perron = torch.linalg.eigh(sums).eigenvectors[..., -1].abs().clamp_min(1e-30)
-        # Only ratios matter: the middle of their range goes to 1, the middle of what ``positive`` reaches.
+        # Only ratios matter: the middle of their range goes to 1, the middle of what ``positive_factors`` reaches.
         middle = (perron.amax(-1, keepdim=True) * perron.amin(-1, keepdim=True)).sqrt()
-        return [weight, positive_inverse(perron / middle).flatten()]
+        return [weight, free_of_factors(perron / middle).flatten()]
 
     def extra_repr(self) -> str:
         return f"{self.shape}, rescaled by row sums of K Kᵀ"

@@ -50,18 +50,18 @@ def unit_rows(matrix: Tensor) -> Tensor:
 _LOG_LIMIT = 5.0
 
 
-def positive(free: Tensor) -> Tensor:
+def positive_factors(free: Tensor) -> Tensor:
     """``exp`` near 0, bounded by ``exp(±5)``: positive factors from free numbers, finite whatever these are.
 
-    >>> from trysquare.nn.linalg.rescaling import positive
-    >>> positive(torch.tensor([-1e6, 0.0]))
+    >>> from trysquare.nn.linalg.rescaling import positive_factors
+    >>> positive_factors(torch.tensor([-1e6, 0.0]))
     tensor([0.0067, 1.0000])
     """
     return (_LOG_LIMIT * torch.tanh(free / _LOG_LIMIT)).exp()
 
 
-def positive_inverse(factors: Tensor) -> Tensor:
-    """Return free numbers that ``positive`` maps to ``factors``, or near them if they are out of bounds."""
+def free_of_factors(factors: Tensor) -> Tensor:
+    """Return free numbers that ``positive_factors`` maps to ``factors``, or near them if they are out of bounds."""
     return _LOG_LIMIT * torch.atanh((factors.log() / _LOG_LIMIT).clamp(-0.999999, 0.999999))
 
 

@@ -32,7 +32,7 @@ from trysquare.nn.geometry import positive as positive_integer
 from trysquare.nn.linalg.kernels import CONV, adjoint, compose
 from trysquare.nn.linalg.orthonormal import random_orthonormal
 from trysquare.nn.linalg.precision import is_reduced
-from trysquare.nn.linalg.rescaling import positive, scaled_to_one
+from trysquare.nn.linalg.rescaling import positive_factors, scaled_to_one
 from trysquare.nn.parametrizations.base import Factory
 from trysquare.nn.parametrizations.method import KernelMethod
 from trysquare.nn.parametrizations.projection import refuse_kernel
@@ -127,7 +127,7 @@ class AOL(KernelMethod):
         """Rescale ``steps`` times."""
         # The result does not depend on the scale of a group; sums of products must not overflow.
         kernel, _ = scaled_to_one(free[0], dims=self.geometry.dims)
-        weights = positive(free[1]) if self.q else kernel.new_ones(()).expand(self._channels(kernel))
+        weights = positive_factors(free[1]) if self.q else kernel.new_ones(()).expand(self._channels(kernel))
         for _ in range(self.steps):
             kernel = (
                 self._scaled_outputs(kernel, weights) if self.scales_outputs else self._scaled_inputs(kernel, weights)
