@@ -232,6 +232,26 @@ def test_steps_along_the_orthogonal_group_have_full_precision(user):
 
 
 @pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("shape", [(6, 6), (4, 9)])
+def test_steps_of_orthonormal_parameters(user, shape):
+    torch.manual_seed(0)
+    matrix = nn.Parameter(nn.init.orthogonal_(torch.empty(*shape)))
+    USERS[user]()
+    before = state()
+    optimizer = ts.optim.RiemannianAdam([matrix], lr=0.05)
+    ts.optim.Lookahead(optimizer, 5)
+    with Looking() as looking:
+        for _ in range(40):
+            matrix.grad = torch.randn(shape)
+            optimizer.step()
+    assert looking.products > 160
+    assert looking.wrong == [] or not is_reduced("cpu")
+    matrix = matrix.detach().double()
+    assert float((matrix @ matrix.T - torch.eye(shape[0])).abs().max()) < 1e-6
+    assert state() == before
+
+
+@pytest.mark.parametrize("user", USERS)
 def test_switches_are_the_users_own_again(user):
     layer = ts.OrthoConv2d(8, 8, 3)
     torch.manual_seed(0)
