@@ -83,6 +83,10 @@ NOTES = {
     "domain, where that takes fewer products, the terms are applied one after the other; the large kernel is built "
     "for certificates and export.",
     "sc-fac": "`sc-fac` kernels are separable: `K_ij = A_i M B_j`. Checked by the rank of the taps as a block matrix.",
+    "manifold": "`manifold` has the kernels of `aoc`, from orthonormal matrices and angles (the CS decomposition, in "
+    "`parametrizations/manifold.py`). It is for `ts.optim.RiemannianAdam`, which keeps the matrices orthonormal, so "
+    "that training passes orthonormalise nothing. What anything else has written to is orthonormalised where it is "
+    "used.",
     "fourier": "A convolution built from free blocks at each frequency has a kernel as large as the image (a kernel of "
     "`k` taps has only `prod(k)` degrees of freedom for the blocks of all frequencies), so it depends on the size of "
     "the image: the blocks are rebuilt when that changes, and `layer.at_size(h, w)` exports plain layers for one size.",
@@ -317,6 +321,7 @@ and `...Transpose1d/2d/3d` of the last three.
 
 {table()}
 
+`ts.optim.RiemannianAdam` trains orthonormal matrices of any shape, those of layers with `method="manifold"` above all.
 ProjUNN-T is not a layer but an optimizer, `ProjUNN`, for parameters that are orthogonal themselves: square matrices,
 and the blocks of a convolution in the Fourier domain. A parameter that is moved along the orthogonal group must be
 square (a group has one identity), so it has neither a stride nor a change of channels.

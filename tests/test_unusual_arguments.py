@@ -150,3 +150,40 @@ def test_wild_numbers_in_what_comes_back_from_json(wild):
                 type(result).from_json(text[:start] + wild + text[end:])
             except ValueError as error:
                 assert "JSON" in str(error)  # noqa: PT017
+
+
+NO_TENSORS = [None, 3, "a", [1.0], nn.Identity()]
+
+
+@pytest.mark.parametrize("wrong", NO_TENSORS, ids=lambda value: type(value).__name__)
+def test_inputs_that_are_no_tensors(wrong):
+    rnn, cell = ts.OrthoRNN(4, 4, batch_first=True), ts.OrthoRNNCell(4, 4)
+    chain = ts.InvertibleSequential(ts.OrthoLinear(4, 4))
+    for layer in (rnn, cell, ts.LastState(rnn), ts.Positions((4,)), chain, chain.inverse, chain.with_log_abs_det):
+        if wrong is None and layer == chain.inverse:
+            continue  # the inverse chain
+        with pytest.raises(TypeError, match="must be a tensor"):
+            layer(wrong)
+    if wrong is not None:
+        for layer, x in ((rnn, torch.rand(2, 3, 4)), (rnn, torch.rand(3, 4)), (cell, torch.rand(3, 4))):
+            with pytest.raises(TypeError, match="hx must be a tensor"):
+                layer(x, wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, "a", [1.0], torch.rand(3), torch.zeros((), device="meta"), {}], ids=str)
+def test_numbers_of_optimizers_and_of_searches(wrong):
+    recipe = ts.training.read_recipe("digits")
+    calls = [
+        lambda: ts.ProjUNN([nn.Parameter(torch.eye(4))], lr=wrong), lambda: ts.training.find_lr(wrong),
+        lambda: ts.training.find_lr(recipe, steps=wrong), lambda: ts.training.find_lr(recipe, start=wrong),
+        lambda: ts.training.find_lr(recipe, factor=wrong), lambda: ts.training.start_sweep(wrong, {}, 1.0),
+        lambda: ts.training.start_sweep(recipe, wrong, 1.0), lambda: ts.training.start_sweep(recipe, {}, wrong),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises((TypeError, ValueError)):
+            call()
+
+
+def test_a_chain_without_numbers_has_a_shape():
+    chain = ts.InvertibleSequential(ts.OrthoLinear(4, 4), ts.OrthoLinear(4, 4)).to("meta")
+    assert chain(torch.zeros(2, 4, device="meta")).shape == (2, 4)

@@ -91,9 +91,7 @@ def test_states(case):
     buffer = io.BytesIO()
     torch.save(layer.state_dict(), buffer)
     buffer.seek(0)
-    whole = {name: tensor.clone() for name, tensor in layer.state_dict().items()}  # the format refuses shared memory
-    shared = len({tensor.data_ptr() for tensor in layer.state_dict().values() if tensor.numel()}) < len(whole)
-    content = safetensors.save(whole if shared else layer.state_dict())
+    content = safetensors.save(layer.state_dict())  # which refuses tensors that share memory
     for state in (safetensors.load(content), torch.load(buffer, weights_only=True)):
         twin = copy.deepcopy(layer)
         with torch.no_grad():
@@ -177,9 +175,12 @@ def test_activations_trace_by_themselves(activation):
         (lambda: plain_models.ConvNeXt((16, 32), (1, 2), 10), (3, 32, 32)),
         (plain_models.DenseNet, (3, 16, 16)),
         (plain_models.Functional, (3, 32, 32)),
+        (lambda: plain_models.UNet(3, 2, 4), (3, 14, 12)),
+        (plain_models.MaxFeatureMap, (3, 8, 8)),
     ],
-    ids=["resnet18", "convnext", "densenet", "functional"],
+    ids=["resnet18", "convnext", "densenet", "functional", "unet", "parts"],
 )
+@pytest.mark.filterwarnings("ignore")
 def test_converted_models(make, shape):
     torch.manual_seed(0)
     model, x = ts.from_torch(make(), shape), torch.randn(4, *shape)
@@ -196,6 +197,9 @@ def test_converted_models(make, shape):
     assert all(is_of_torch(module) for module in plain.modules())
     torch.testing.assert_close(plain(x), model(x), atol=1e-5, rtol=1e-4)
     assert b"trysquare.nn.l" not in pickle.dumps(plain)
+    assert_same_function(torch.jit.trace(plain, x), model, x)
+    assert_same_function(fx.symbolic_trace(plain), model, x)
+    assert_same_function(torch.jit.script(plain), model, x)
 
 
 def in_worker(model, x, results):

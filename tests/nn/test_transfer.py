@@ -1,5 +1,9 @@
 """Weights from other libraries: the outputs of their own layers are the oracle."""
 
+import importlib
+import inspect
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -183,6 +187,28 @@ def test_plain_weights_of_parametrizations_of_torch():
     ours = nn.Sequential(ts.OrthoLinear(6, 4), nn.Tanh(), nn.Linear(4, 3))
     assert ts.load_weights(ours, theirs.state_dict())["0.weight"] < 1e-6
     assert_same(ours, theirs, 6, tolerance=1e-6)
+
+
+def names_of(*modules):
+    """Layers and losses that modules of a peer define or offer."""
+    for module in map(importlib.import_module, modules):
+        for key, value in vars(module).items():
+            home = getattr(value, "__module__", "").split(".")[0]
+            if inspect.isclass(value) and issubclass(value, nn.Module) and home in ("deel", "orthogonium"):
+                yield key
+
+
+@needs_orthogonium
+@pytest.mark.filterwarnings("ignore")
+def test_every_layer_and_loss_of_the_peers_is_in_the_tables():
+    layers = ("", ".linear", ".residual", ".normalization", ".custom_activations", ".channel_shuffle")
+    theirs = {
+        *names_of("deel.torchlip", "orthogonium.losses", *(f"orthogonium.layers{name}" for name in layers)),
+        *names_of(*(f"orthogonium.layers.conv.{name}" for name in ("AOC", "AOL", "SLL", "adaptiveSOC"))),
+    }
+    page = Path(__file__).parents[2].joinpath("docs", "coming-from.md").read_text()
+    assert len(theirs) > 60
+    assert theirs - set(re.findall(r"\w+", page)) == set()
 
 
 def stretched(*shape):

@@ -1,7 +1,7 @@
 """Losses for classifiers with a known Lipschitz constant, and a check that the last layer is what a loss is for.
 
 All of them take logits ``(batch, classes)`` of any floating point type and labels ``(batch,)``, compute in float32 or
-better, and are finite for every finite logit. Notation: ``z`` the logits, ``y`` the label, ``m`` a margin.
+better, and are finite for logits up to 1e30. Notation: ``z`` the logits, ``y`` the label, ``m`` a margin.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim.optimizer import ParamsT
 
-from trysquare.nn.geometry import positive
+from trysquare.nn.geometry import number, positive
 from trysquare.nn.linalg.orthonormal import orthonormal_rows
 from trysquare.nn.linalg.precision import full_precision
 from trysquare.nn.linalg.stiefel import nearest
@@ -58,8 +58,8 @@ def parameter_groups(model: nn.Module, *, lr: float | None = None, weight_decay:
     for module in model.modules():
         ours = type(module).__module__.startswith("trysquare.")
         matrices = getattr(module[0], "orthonormal_count", 0) if isinstance(module, ParametrizationList) else 0
-        for number, (name, parameter) in enumerate(module.named_parameters(recurse=False)):
-            if number < matrices:
+        for place, (name, parameter) in enumerate(module.named_parameters(recurse=False)):
+            if place < matrices:
                 kind = "orthonormal"
             elif isinstance(module, ParametrizationList) or (ours and name == "weight"):
                 kind = "free"
@@ -146,10 +146,10 @@ class ProjUNN(ByGroup):
 
 
 def _check_options(lr: float, rank: int, alpha: float) -> None:
-    if not 0 <= lr < math.inf:
+    if not 0 <= number("lr", lr) < math.inf:
         raise ValueError(f"lr={lr!r} must be finite and not negative")
     positive("rank", rank)
-    if not 0 <= alpha < 1:
+    if not 0 <= number("alpha", alpha) < 1:
         raise ValueError(f"alpha={alpha!r} must be at least 0 and less than 1")
 
 

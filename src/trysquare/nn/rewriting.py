@@ -393,7 +393,8 @@ class Converter:
         value = self._value(node)
         new = kinds[self.options["residual"]](device=value.device, dtype=value.dtype)
         self._put(node, new, first, second)
-        return _kind(new), "weights that add up to 1: branches would add up"
+        sizes = "weights that" if self.options["residual"] == "convex" else "weights of any sign whose sizes"
+        return _kind(new), f"{sizes} add up to 1: branches would add up"
 
     def _call_mul(self, node: fx.Node) -> tuple[str, str]:
         first, second = node.args[0], node.args[1] if len(node.args) > 1 else node.kwargs["other"]

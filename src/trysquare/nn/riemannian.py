@@ -166,66 +166,72 @@ class RiemannianAdam(ByGroup):
                 continue
             state = self.state[parameter]
             if "mean" not in state:
-                shape = parameter.mT.shape if orthonormal and _is_tall(parameter) else parameter.shape
-                moment = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+                moment = torch.zeros_like(_flat(parameter, orthonormal), memory_format=torch.contiguous_format)
                 state |= {"step": 0, "mean": moment, "square_mean": moment.clone()}
             state["step"] += 1
-            alone = (
-                parameter.device.type == "cpu"
-                and parameter.ndim > 1
-                and min(parameter.shape[-2:]) > _LARGEST_IN_A_BATCH
-            )
-            found[parameter.shape, parameter.dtype, parameter.device, state["step"], id(parameter) * alone].append(
-                parameter
-            )
+            kind = state["mean"].shape[1:], parameter.dtype, parameter.device, state["step"]
+            found[kind, id(parameter) if _is_large(parameter, orthonormal) else 0].append(parameter)
         return list(found.values())
 
     def _update(self, parameters: Sequence[Tensor], group: Group) -> None:
+        orthonormal, lr = group["orthonormal"], group["lr"]
         states = [self.state[parameter] for parameter in parameters]
-        step, lr = states[0]["step"], group["lr"]
-        before, gradient = _together(parameters), _together([p.grad for p in parameters])  # type: ignore[misc]
-        with full_precision(before):
-            if not group["orthonormal"]:
-                direction = _direction(gradient, states, step, group)
-                after = before * (1 - lr * group["weight_decay"]) - lr * direction
+        step = states[0]["step"]
+        matrix = _together([_flat(parameter, orthonormal) for parameter in parameters])
+        gradient = _together([_flat(p.grad, orthonormal) for p in parameters if p.grad is not None])
+        with full_precision(matrix):
+            if not orthonormal:
+                after = matrix * (1 - lr * group["weight_decay"]) - lr * _direction(gradient, states, step, group)
+            elif matrix.shape[-2] == matrix.shape[-1]:
+                after = turn(matrix, -lr * _direction(skew_gradient(matrix, gradient), states, step, group))
             else:
-                tall = _is_tall(parameters[0])
-                matrix, gradient = (before.mT, gradient.mT) if tall else (before, gradient)
-                if matrix.shape[-2] == matrix.shape[-1]:
-                    direction = _direction(skew_gradient(matrix, gradient), states, step, group)
-                    matrix = turn(matrix, -lr * direction)
-                else:
-                    direction = _direction(tangent(matrix, gradient), states, step, group)
-                    matrix = retract(matrix, -lr * tangent(matrix, direction))
-                if matrix.dtype == torch.float64 or step % _POLISH_EVERY == 0:
-                    matrix = polish(matrix)
-                after = matrix.mT if tall else matrix
-        for parameter, value in zip(parameters, _apart(after, len(parameters)), strict=True):
-            parameter.copy_(value)
-            if group["orthonormal"]:
+                direction = _direction(tangent(matrix, gradient), states, step, group)
+                after = retract(matrix, -lr * tangent(matrix, direction))
+            if orthonormal and (matrix.dtype == torch.float64 or step % _POLISH_EVERY == 0):
+                after = polish(after)
+        for parameter, value in zip(parameters, _apart(after, states), strict=True):
+            parameter.copy_((value.mT if orthonormal and _is_tall(parameter) else value).reshape(parameter.shape))
+            if orthonormal:
                 mark(parameter)
+
+
+def _flat(tensor: Tensor, orthonormal: bool) -> Tensor:
+    """``(batch, n, m)`` with ``n <= m``, or of what is not orthonormal all numbers."""
+    if not orthonormal:
+        return tensor.reshape(-1)
+    return _wide(tensor.reshape(-1, *tensor.shape[-2:]))
+
+
+def _is_large(parameter: Tensor, orthonormal: bool) -> bool:
+    """Whether a parameter is better off alone: on a processor calls cost little, and copies something."""
+    size = min(parameter.shape[-2:]) ** 2 if orthonormal else parameter.numel()
+    return parameter.device.type == "cpu" and size > _LARGEST_IN_A_BATCH**2
 
 
 def _direction(gradient: Tensor, states: Sequence[Group], step: int, group: Group) -> Tensor:
     """Update the moments by a gradient, and return the direction against which Adam steps."""
     first, second = group["betas"]
-    mean = _together([state["mean"] for state in states]).lerp(gradient, 1 - first)
-    square = (
-        _together([state["square_mean"] for state in states]).mul(second).addcmul_(gradient, gradient, value=1 - second)
-    )
-    for state, *moments in zip(states, _apart(mean, len(states)), _apart(square, len(states)), strict=True):
-        for name, moment in zip(("mean", "square_mean"), moments, strict=True):
-            state[name].copy_(moment)
+    mean, square = (_together([state[name] for state in states]) for name in ("mean", "square_mean"))
+    mean.lerp_(gradient, 1 - first)
+    square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
+    if len(states) > 1:
+        for state, *moments in zip(states, _apart(mean, states), _apart(square, states), strict=True):
+            state["mean"].copy_(moments[0])
+            state["square_mean"].copy_(moments[1])
     size = (square / (1 - second**step)).sqrt_().add_(group["eps"])
     return (mean / (1 - first**step)).div_(size)
 
 
 def _together(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0]
+    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
 
 
-def _apart(tensor: Tensor, count: int) -> Sequence[Tensor]:
-    return tensor.unbind() if count > 1 else [tensor]
+def _apart(tensor: Tensor, states: Sequence[dict[str, Any]]) -> Sequence[Tensor]:
+    return tensor.split([len(state["mean"]) for state in states])
+
+
+def _wide(matrix: Tensor) -> Tensor:
+    return matrix.mT if _is_tall(matrix) else matrix
 
 
 def _is_tall(matrix: Tensor) -> bool:
@@ -235,7 +241,7 @@ def _is_tall(matrix: Tensor) -> bool:
 @torch.no_grad()
 def _distance(parameter: Tensor) -> float:
     """Return the largest entry of ``X Xᵀ - I`` over the batch, or of ``Xᵀ X - I`` of tall matrices."""
-    matrix = parameter.mT if _is_tall(parameter) else parameter
+    matrix = _wide(parameter)
     with full_precision(matrix):
         gram = torch.matmul(matrix, matrix.mT)
     gram.diagonal(dim1=-2, dim2=-1).sub_(1)
@@ -270,8 +276,7 @@ def _begin(parameter: Tensor) -> None:
         )
     if missed > _ROUNDINGS * torch.finfo(parameter.dtype).eps:
         with full_precision(parameter):
-            matrix = parameter.mT if _is_tall(parameter) else parameter
-            matrix = polish(polish(matrix))
+            matrix = polish(polish(_wide(parameter)))
             parameter.copy_(matrix.mT if _is_tall(parameter) else matrix)
     mark(parameter)
 

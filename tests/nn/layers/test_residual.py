@@ -186,3 +186,29 @@ def test_adjoint_residuals_that_are_none():
         ts.AdjointResidual(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="activation"):
         ts.AdjointResidual(ts.OrthoLinear(4, 4), ts.MaxMin())
+
+
+def test_the_state_of_an_adjoint_residual_names_each_tensor_once_and_loads_with_both_names():
+    def make():
+        return nn.Sequential(
+            ts.AdjointResidual(ts.OrthoConv2d(4, 6, 3)), nn.Sequential(ts.AdjointResidual(ts.OrthoLinear(5, 3)))
+        )
+
+    torch.manual_seed(0)
+    model, other, third = make(), make(), make()
+    state = model.state_dict()
+    assert len({tensor.data_ptr() for tensor in state.values()}) == len(state)
+    assert not any("adjoint" in name for name in state)
+    other.load_state_dict(state)
+    twice = {name.replace("layer", "adjoint"): tensor for name, tensor in state.items() if "parametrizations" in name}
+    third.load_state_dict({**state, **twice})
+    x = torch.randn(2, 4, 5, 5)
+    for twin in (other, third):
+        torch.testing.assert_close(twin(x), model(x))
+        assert twin[0].layer.free_tensors[0] is twin[0].adjoint.free_tensors[0]
+    del state["0.layer.bias"]
+    with pytest.raises(RuntimeError, match=r"0\.layer\.bias"):
+        make().load_state_dict(state)
+    assigned = make()
+    assigned.load_state_dict(model.state_dict(), assign=True)
+    torch.testing.assert_close(assigned(x), model(x))

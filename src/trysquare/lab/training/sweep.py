@@ -38,6 +38,7 @@ from trysquare.lab.training.recipe import (
 )
 from trysquare.lab.training.run import Run, load_images, load_run, locked
 from trysquare.naming import shown
+from trysquare.nn.geometry import number, positive
 from trysquare.verify.certification import radius_text
 
 _STATE, _BEST = "sweep.json", "best.yaml"
@@ -156,11 +157,11 @@ class Sweep:
         plan = ", then ".join(f"{size} x {clock(self.seconds(place))}" for place, size in enumerate(self.sizes))
         yield f"{self.path}: {plan}; {clock(total)} in all, evaluation not counted"
         for place, size in enumerate(self.sizes):
-            for number, trial in enumerate(self.kept(place), 1):
+            for turn, trial in enumerate(self.kept(place), 1):
                 if len(trial.rounds) <= place:
                     trial.rounds.append(self._trained(place, trial))
                     self.write()
-                yield f"round {place + 1}, {number}/{size}: {trial.name}  {self._result(trial, place)}"
+                yield f"round {place + 1}, {turn}/{size}: {trial.name}  {self._result(trial, place)}"
         best = self.ranked[0]
         if best.score(-1)[0] < 0:
             raise ValueError(f"every run of the last round failed: see {self.path}")
@@ -286,8 +287,11 @@ def start_sweep(
     >>> sweep.sizes, [round(sweep.seconds(place)) for place in range(2)], sweep.trials[1].name
     ([4, 2], [20, 60], 'optimizer.lr=0.01 loss.radius=1.0')
     """
-    if not 0 < budget <= _LONGEST_BUDGET:
+    _require_recipe(recipe)
+    if not 0 < number("budget", budget) <= _LONGEST_BUDGET:
         raise ValueError(f"budget={shown(budget)} must be a number of seconds above 0 and at most {_LONGEST_BUDGET}")
+    if not isinstance(choices, Mapping) or not all(isinstance(some, list | tuple) for some in choices.values()):
+        raise TypeError("choices must be a mapping from keys of the recipe to lists of values")
     combinations = math.prod(map(len, choices.values()))
     if not 1 <= combinations <= _MOST_COMBINATIONS or not choices:
         raise ValueError(
@@ -454,11 +458,18 @@ def find_lr(recipe: Recipe, *, steps: int = 500, start: float = 1e-4, factor: fl
     Raises:
         ValueError: at once, if a number is out of range.
     """
-    if not 1 <= steps <= LARGEST_COUNT:
+    _require_recipe(recipe)
+    start, factor = number("start", start), number("factor", factor)
+    if not 1 <= positive("steps", steps) <= LARGEST_COUNT:
         raise ValueError(f"steps={shown(steps)} must be from 1 to {LARGEST_COUNT}")
     if not 0 < start <= LARGEST_RATE or not 1 < factor <= LARGEST_RATE:
         raise ValueError(f"start={start} must be above 0, factor={factor} above 1, and both at most {LARGEST_RATE}")
     return _rates(with_validation(recipe), steps, start, factor)
+
+
+def _require_recipe(recipe: object) -> None:
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe must be what ts.training.read_recipe returns, not {type(recipe).__name__}")
 
 
 def _rates(recipe: Recipe, steps: int, lr: float, factor: float) -> Iterator[Rate]:

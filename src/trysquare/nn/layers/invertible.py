@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 
 from trysquare import torch_internals
 from trysquare.nn.geometry import flag
 from trysquare.nn.layers.convolution import PLAIN_CONV
-from trysquare.nn.linalg.precision import Context, Gradients
+from trysquare.nn.linalg.precision import Context, Gradients, autocast_dtype
 from trysquare.nn.parametrizations.base import (
     Caching,
     OpenBlock,
@@ -177,6 +177,8 @@ class InvertibleSequential(nn.Sequential):
         return chain if y is None else chain(y)
 
     def _passed(self, x: Tensor, volume: bool) -> tuple[Tensor, Tensor]:
+        if not isinstance(x, Tensor | fx.Proxy):  # which torch.fx follows
+            raise TypeError(f"input must be a tensor, not {type(x).__name__}")
         parameters = list(self.parameters())
         trained = [tensor for tensor in parameters if tensor.requires_grad]
         plain = (
@@ -194,7 +196,7 @@ class InvertibleSequential(nn.Sequential):
         )
         if plain:
             return _applied(self, x, volume)
-        if torch.is_autocast_enabled(x.device.type) or x.dtype not in (torch.float32, torch.float64):
+        if autocast_dtype(x) is not None or x.dtype not in (torch.float32, torch.float64):
             if not self.training:
                 return _applied(self, x, volume)
             raise RuntimeError(

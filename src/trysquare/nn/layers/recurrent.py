@@ -17,6 +17,7 @@ from trysquare.nn.layers.activations import Abs, FullSort, GroupSort, Householde
 from trysquare.nn.layers.linear import OrthoLinear
 from trysquare.nn.layers.traceable import Traceable
 from trysquare.nn.linalg.bounds import singular_value_range
+from trysquare.nn.linalg.checks import require_dense
 from trysquare.nn.linalg.lattice import ROUND_UP
 from trysquare.nn.linalg.operator import checked_weight
 from trysquare.nn.linalg.precision import as_autocast
@@ -143,7 +144,7 @@ class OrthoRNNCell(nn.Module):
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:  # noqa: A002
         """Return the next state from an input ``([batch,] input_size)`` and the state, 0 if there is none."""
         _check_features(input, self.input_size, (1, 2))
-        if hx is not None and hx.shape != (*input.shape[:-1], self.hidden_size):
+        if hx is not None and require_dense("hx", hx).shape != (*input.shape[:-1], self.hidden_size):
             raise ValueError(f"hx has shape {tuple(hx.shape)}, not {(*input.shape[:-1], self.hidden_size)}")
         single = input.ndim == 1
         projected = self._projected(input.unsqueeze(0) if single else input)
@@ -190,7 +191,7 @@ def _norm_of(layer: nn.Linear) -> float:
 
 
 def _check_features(x: Tensor, features: int, ndims: Sequence[int]) -> None:
-    if x.ndim not in ndims or x.shape[-1] != features:
+    if require_dense("input", x).ndim not in ndims or x.shape[-1] != features:
         raise ValueError(
             f"input of shape {tuple(x.shape)} must have {' or '.join(map(str, ndims))} axes, the last of "
             f"input_size={features}"
@@ -373,7 +374,7 @@ class OrthoRNN(nn.Module):
         x = input.unsqueeze(0) if single else input if self.batch_first else input.transpose(0, 1)
         if 0 in x.shape[:2]:
             raise ValueError(f"input of shape {tuple(input.shape)} has no sequence, or one of length 0")
-        starts = self._starts(hx.unsqueeze(1) if single and hx is not None else hx, len(x))
+        starts = self._starts(require_dense("hx", hx).unsqueeze(1) if single and hx is not None else hx, len(x))
         lasts: list[Tensor] = []
         for depth in range(self.num_layers):
             outputs = []
@@ -424,7 +425,7 @@ class OrthoRNN(nn.Module):
         if hx is None:
             return None
         wanted = (self.num_layers * self.num_directions, batch, self.hidden_size)
-        if hx.shape != wanted:
+        if require_dense("hx", hx).shape != wanted:
             raise ValueError(f"hx has shape {tuple(hx.shape)}, not {wanted} (without the batch if the input has none)")
         return list(hx.unbind())
 

@@ -215,8 +215,7 @@ class AdjointResidual(Traceable, nn.Module):
     """``x - 2 Wᵀ σ(W x + b)`` for a layer ``W`` of norm at most 1 and its adjoint: 1-Lipschitz.
 
     As ``SLLBlock2d``, with an orthogonal layer in the place of a rescaled kernel: its Jacobian ``I - 2 WᵀDW`` is
-    symmetric with eigenvalues between -1 and 1. All parameters are those of the layer; a ``state_dict`` names them
-    twice.
+    symmetric with eigenvalues between -1 and 1. All parameters are those of the layer.
 
     Args:
         layer: a layer with a method ``adjoint()``, such as ``OrthoConv2d`` or ``OrthoLinear``.
@@ -237,8 +236,24 @@ class AdjointResidual(Traceable, nn.Module):
             raise TypeError(f"layer={shown(layer)} must have a method adjoint(), as orthogonal layers do")
         self.layer, self.activation = layer, with_slopes_in_unit_interval(activation)
         self.adjoint: nn.Module = layer.adjoint()  # type: ignore[operator]
+        self.register_load_state_dict_pre_hook(_give_to_adjoint)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the tensors of the layer, but not those of its adjoint, which are the same."""
+        found = super().state_dict(*args, **kwargs)
+        for name in [name for name in found if name.startswith(f"{kwargs.get('prefix', '')}adjoint.")]:
+            del found[name]
+        return found
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         return input - 2 * self.adjoint(self.activation(self.layer(input)))
 
     plain_forward = forward
+
+
+def _give_to_adjoint(block: AdjointResidual, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Let the adjoint of an ``AdjointResidual`` load what its layer loads."""
+    names = [name for name, _ in (*block.adjoint.named_parameters(), *block.adjoint.named_buffers())]
+    for name in names:
+        if f"{prefix}layer.{name}" in state:
+            state.setdefault(f"{prefix}adjoint.{name}", state[f"{prefix}layer.{name}"])

@@ -16,6 +16,7 @@ from trysquare.naming import shown
 from trysquare.nn.geometry import flag, per_axis, positive
 from trysquare.nn.layers.invertible import Isometry
 from trysquare.nn.layers.traceable import Traceable
+from trysquare.nn.linalg.checks import require_dense
 from trysquare.nn.parametrizations.base import Device, factory_for
 
 __all__ = ["ChannelShift", "Positions"]
@@ -106,7 +107,7 @@ class Positions(Traceable, Isometry, nn.Module):
         return input + self.bias
 
     def _fitting(self, x: Tensor) -> Tensor:
-        sizes, wanted = x.shape[1:], self.bias.shape
+        sizes, wanted = require_dense("input", x).shape[1:], self.bias.shape
         if len(sizes) != len(wanted) or any(own not in (1, size) for size, own in zip(sizes, wanted, strict=True)):
             raise ValueError(f"positions of shape {tuple(wanted)} do not fit an input of shape {tuple(x.shape)}")
         return self.bias.to(x.dtype)

@@ -30,7 +30,8 @@ class Traceable:
         module = cast("nn.Module", self)
         graph = Tracer().trace(module)
         for node in graph.nodes:
-            node.type = None  # names of types that the generated code does not import
+            # Others are names that the generated code does not import; a list, a script takes for a tensor.
+            node.type = list[Tensor] if node.type == "list[Tensor]" else None
         return fx.GraphModule(module, graph, type(module).__name__)
 
 
