@@ -226,7 +226,7 @@ def _together(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
 
 
-def _apart(tensor: Tensor, states: Sequence[dict[str, Any]]) -> Sequence[Tensor]:
+def _apart(tensor: Tensor, states: Sequence[Group]) -> Sequence[Tensor]:
     return tensor.split([len(state["mean"]) for state in states])
 
 

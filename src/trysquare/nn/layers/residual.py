@@ -251,7 +251,7 @@ class AdjointResidual(Traceable, nn.Module):
     plain_forward = forward
 
 
-def _give_to_adjoint(block: AdjointResidual, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _give_to_adjoint(block: AdjointResidual, state: dict[str, Tensor], prefix: str, *rest: object) -> None:
     """Let the adjoint of an ``AdjointResidual`` load what its layer loads."""
     names = [name for name, _ in (*block.adjoint.named_parameters(), *block.adjoint.named_buffers())]
     for name in names:
