@@ -14,7 +14,7 @@ ROWS = [
     "nn.building", "nn.layers", "nn.export", "nn.init", "nn.tracing", "nn.counterparts", "nn.rewriting",
     "nn.conversion", "nn.transfer",
     "verify.operators", "verify.spectrum", "verify.lipschitz", "verify.auditing",
-    "verify.certification", "verify.attacks",
+    "verify.certification", "verify.conformal", "verify.attacks",
     "lab.pickles", "lab.checkpoint", "lab.plotting", "lab.models", "lab.data", "lab.training", "lab.report", "lab.cli",
     "__main__", "__init__",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from trysquare.nn.optim import ProjUNN, parameter_groups
 from trysquare.nn.parametrizations import METHODS
 from trysquare.nn.sharing import gradient_norm, synchronize
 from trysquare.nn.transfer import load_weights
-from trysquare.verify import attacks, lipschitz
+from trysquare.verify import attacks, conformal, lipschitz
 from trysquare.verify import auditing as auditing
 from trysquare.verify import certification as certification
 from trysquare.verify import spectrum as spectrum
@@ -33,7 +33,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "METHODS", "AuditReport", "Certificate", "ProjUNN", "attacks", "audit", "built", "certified_radius", "certify",
-    "data", "extreme_singular_values", "from_torch", "gradient_norm", "init", "linalg", "lipschitz",
+    "conformal", "data", "extreme_singular_values", "from_torch", "gradient_norm", "init", "linalg", "lipschitz",
     "lipschitz_bound", "lipschitz_lower_bound", "load_model", "load_weights", "losses", "margin_for_radius",
     "models", "parameter_groups", "save_checkpoint", "singular_values", "spectral_norm_bound", "stable_rank",
     "synchronize", "to_torch", "training",

@@ -217,10 +217,10 @@ def pairwise_distances(rows: Tensor) -> Tensor:
     """
     exact = rows.detach().to("cpu", torch.float64)
     # From differences, since a Gram matrix cancels for close rows; a row at a time, since there may be 1000 of them.
-    return torch.stack([_norms_up(exact - row) for row in exact])
+    return torch.stack([norms_up(exact - row) for row in exact])
 
 
-def _norms_up(vectors: Tensor) -> Tensor:
+def norms_up(vectors: Tensor) -> Tensor:
     """Return norms along the last axis, rounded up; scaling keeps the squares in range."""
     largest = vectors.abs().amax(-1, keepdim=True)
     unit = vectors / torch.where(largest > 0, largest, 1.0)
@@ -395,39 +395,32 @@ def certify(
     shape = None if input_shape is None else tuple(input_shape)
     if shape is not None:
         shape = per_axis("input_shape", shape, len(shape))
-    found: Analysis | None = None
-    exact: ExactEvaluation | None = None
+    exact = ExactLogits(model, shape)
     logits, labels, errors, off = [], [], [], torch.zeros(0, dtype=torch.float64)
     disagreements, precision = 0, 0.0
     with evaluating(model), torch.no_grad():
         batches, total = batches_of(data, batch_size)
         for images, classes in track(pairs(batches), "certifying", total):
-            shape = shape or tuple(images.shape[1:])
-            given = prepared(model, images, shape)
+            given = prepared(model, images, exact.shape or tuple(images.shape[1:]))
             if not len(given):
                 continue
-            if found is None or exact is None:
-                found = _analysed(model, shape, len(given))
-                exact = ExactEvaluation(found.graph, found.gains)
-            values, rounding = _in_float64(exact, given)
+            values, rounding = exact(given)
             precision = torch.finfo(coarsest_dtype(given)).eps
-            plain = _as_it_runs(model, exact, given, values, rounding)
+            plain = exact.as_it_runs(given, values, rounding)
             logits.append(values)
             labels.append(checked_labels(classes, values))
             errors.append(rounding)
             here = given[: max(0, measured_samples - len(off))]
             if len(here):
-                seen, differ = _measured(
-                    model, exact, here, plain[: len(here)], values[: len(here)], labels[-1][: len(here)]
-                )
+                seen, differ = _measured(exact, here, plain[: len(here)], values[: len(here)], labels[-1][: len(here)])
                 off, disagreements = torch.cat([off, seen]), disagreements + differ
-        if len(logits) > 1 and found is not None and shape is not None:
-            refuse_changed(model, found, shape)
-    if found is None or shape is None or not sum(map(len, labels)):
+        if len(logits) > 1:
+            exact.refuse_changed()
+    if exact.shape is None or not sum(map(len, labels)):
         raise ValueError("there is no data to certify on")
     answers, truth, inexact = torch.cat(logits), torch.cat(labels), torch.cat(errors)
     measured = float(off.max()) if len(off) else 0.0
-    lipschitz, head = found.features_bound, found.head_weight
+    lipschitz, head = exact.found.features_bound, exact.found.head_weight
     radii = certified_radius(answers, truth, lipschitz, head, error=inexact)
     # One rounding of the logits in any case, which up to the radius are at most three times as large.
     logit_rounding = 3 * precision * answers.abs().amax(1)
@@ -435,8 +428,66 @@ def certify(
     return Certificate(
         radii, answers.argmax(1), truth, epsilons, lipschitz, head is not None, float(inexact.max()),
         torch.where(radii.isinf() & around.isinf(), 0.0, radii - around), measured,
-        len(off), disagreements, shape,
+        len(off), disagreements, exact.shape,
     )  # fmt: skip
+
+
+class ExactLogits:
+    """The logits of a classifier in float64, with a bound on their error; analysed at the first batch.
+
+    Attributes:
+        model: the classifier, which must be in eval mode.
+        shape: of one image; that of the first batch unless given.
+        found: its bounds, from the first batch on.
+    """
+
+    found: Analysis
+
+    def __init__(self, model: nn.Module, shape: tuple[int, ...] | None = None) -> None:
+        self.model, self.shape = model, shape
+        self._evaluation: ExactEvaluation | None = None
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits, and for each image a bound on the error of a difference of two of them."""
+        if self._evaluation is None:
+            self.shape = self.shape or tuple(images.shape[1:])
+            self.found = _analysed(self.model, self.shape, len(images))
+            self._evaluation = ExactEvaluation(self.found.graph, self.found.gains)
+        batch = self.found.graph.batch
+        logits, errors = [], []
+        for part in images.split(batch):
+            filled = torch.cat([part, part[-1:].expand(batch - len(part), *part.shape[1:])])
+            values, error = self._evaluation(filled)
+            logits.append(checked_logits(values)[: len(part)])
+            errors.append(torch.full((len(part),), _SQRT2_UP * error, dtype=torch.float64))
+        return torch.cat(logits), torch.cat(errors)
+
+    def as_it_runs(self, images: Tensor, values: Tensor, rounding: Tensor) -> Tensor:
+        """Logits of the model as it runs, for images that were just evaluated.
+
+        Raises:
+            NoRuleError: if they differ from those in float64 by more than rounding: it is not what was traced any more.
+        """
+        assert self._evaluation is not None
+        with users_device():
+            plain = checked_logits(self.model(images.clone()))  # it may write into its input
+        short = coarsest_dtype(images)
+        reason = (
+            f"{type(self.model).__name__} does not do the same for every batch: what it returns for this one is not "
+            "what the calls give that were traced and bounded"
+        )
+        error = self._evaluation.in_short(float(rounding.max()), short)
+        refuse_difference([plain], [values], short, error, reason)
+        return plain
+
+    def refuse_changed(self) -> None:
+        """See that the model still makes the calls that were analysed, with the same constants.
+
+        Raises:
+            NoRuleError: if not.
+        """
+        if self._evaluation is not None and self.shape is not None:
+            refuse_changed(self.model, self.found, self.shape)
 
 
 def _analysed(model: nn.Module, shape: tuple[int, ...], images: int) -> Analysis:
@@ -448,43 +499,12 @@ def _analysed(model: nn.Module, shape: tuple[int, ...], images: int) -> Analysis
     return found if batch == BATCH else analyse(model, shape, batch=batch)
 
 
-def _in_float64(exact: ExactEvaluation, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits in float64, and for each image a bound on the error of a difference of two of them."""
-    batch = exact.graph.batch
-    logits, errors = [], []
-    for part in images.split(batch):
-        filled = torch.cat([part, part[-1:].expand(batch - len(part), *part.shape[1:])])
-        values, error = exact(filled)
-        logits.append(checked_logits(values)[: len(part)])
-        errors.append(torch.full((len(part),), _SQRT2_UP * error, dtype=torch.float64))
-    return torch.cat(logits), torch.cat(errors)
-
-
-def _as_it_runs(model: nn.Module, exact: ExactEvaluation, images: Tensor, values: Tensor, rounding: Tensor) -> Tensor:
-    """Logits of the model as it runs.
-
-    Raises:
-        NoRuleError: if they differ from those in float64 by more than rounding: it is not what was traced any more.
-    """
-    with users_device():
-        plain = checked_logits(model(images.clone()))  # it may write into its input
-    short = coarsest_dtype(images)
-    reason = (
-        f"{type(model).__name__} does not do the same for every batch: what it returns for this one is not what the "
-        "calls give that were traced and bounded"
-    )
-    refuse_difference([plain], [values], short, exact.in_short(float(rounding.max()), short), reason)
-    return plain
-
-
-def _measured(
-    model: nn.Module, exact: ExactEvaluation, images: Tensor, plain: Tensor, values: Tensor, labels: Tensor
-) -> tuple[Tensor, int]:
+def _measured(exact: ExactLogits, images: Tensor, plain: Tensor, values: Tensor, labels: Tensor) -> tuple[Tensor, int]:
     """Return how far margins of the model as it runs are off at and near images, and how many images change class."""
     near = _moved(images)
     with users_device():
-        around = checked_logits(model(near.clone()))
-    around = _margin_errors(around, _in_float64(exact, near)[0], labels)
+        around = checked_logits(exact.model(near.clone()))
+    around = _margin_errors(around, exact(near)[0], labels)
     differ = int((plain.argmax(1) != values.argmax(1)).sum())
     return torch.maximum(_margin_errors(plain, values, labels), around), differ
 
