@@ -1,7 +1,7 @@
 """Training by recipes: from YAML to the directory of a run.
 
->>> sorted(ts.training.recipes())[:3]
-['cifar10-accurate', 'cifar10-cpu', 'cifar10-robust']
+>>> [name for name in sorted(ts.training.recipes()) if "digits" in name]
+['digits']
 """
 
 from trysquare.lab.training.distribution import first_to_fail, is_main_process
