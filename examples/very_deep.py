@@ -126,11 +126,11 @@ def draw(gradients: dict[str, list[float]], curves: dict[str, list[tuple[int, fl
 def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
     """Measure, train, draw; return the figures by network."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="100 layers and 60 steps")
+    parser.add_argument("--quick", action="store_true", help="60 layers and 30 steps")
     parser.add_argument("--depth", type=int, help="layers; 1000 unless given")
     parser.add_argument("--out", type=Path, default=Path(), help="folder of the picture")
     options = parser.parse_args(argv)
-    depth, steps = options.depth or (100 if options.quick else 1000), 60 if options.quick else 300
+    depth, steps = options.depth or (60 if options.quick else 1000), 30 if options.quick else 60
     data = {
         split: (images.images.float() / 16, images.labels)
         for split in ("train", "test")
