@@ -7,8 +7,8 @@ them. For a distribution and a copy of it that is moved by a vector it is exactl
 what a critic finds can be read as a share of the truth. A critic of constant at most 1 can only find too little.
 Those with a gradient penalty or with torch's spectral normalisation, which looks at reshaped kernels, have no such
 constant: what they find is divided here by the largest slope that they show on the data, which is kind to them.
-Digits are moved by a fixed pattern of the same length as a typical difference between two digits. Takes about a minute on
-two cores.
+Digits are moved by a fixed pattern of the same length as a typical difference between two digits. Takes about a minute
+on two cores.
 """
 
 import argparse
