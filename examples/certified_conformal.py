@@ -6,7 +6,7 @@ Trains a 1-Lipschitz network on the digits that come with the package (or takes 
 the folder of its data), calibrates on images that it was not trained with, and predicts sets of classes for the rest:
 as they are, and moved by an attack that pushes the right class out. Plain conformal prediction promises its coverage
 only without the attack. The robust sets add the classes that the network's Lipschitz constant cannot exclude, for no
-more than one forward pass. A plain network of the same shape shows what an attack does without a constant. Takes about
+more than one forward pass. A plain network of similar size shows what an attack does without a constant. Takes about
 a minute on two cores.
 """
 

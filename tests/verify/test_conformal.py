@@ -150,6 +150,8 @@ def test_bad_images_sets_and_radii_are_refused():
             predictor.sets(x, radius)
     with pytest.raises(ValueError, match="images of shape"):
         predictor.sets(torch.randn(2, 1, 4, 4))
+    with pytest.raises(ValueError, match="there are no images"):
+        predictor.sets(x[:0])
     with pytest.raises(ValueError, match="too few"):
         ts.conformal.calibrate(model, (x[:0], torch.zeros(0, dtype=torch.long)), 0.2)
     for wrong in (torch.ones(3), torch.ones(0, 2, dtype=torch.bool), [[True]]):

@@ -72,7 +72,8 @@ class ConformalPredictor:
         set holds the right class with probability at least ``1 - alpha``.
 
         Args:
-            images: ``(batch, *shape)``.
+            images: ``(batch, *shape)``, at least one. As in ``certify``, they are rounded to the dtype of the model,
+                and the radius is about the rounded ones.
             radius: l2 distance by which they may have been moved; 0 for images as they were drawn.
 
         Returns:
@@ -90,6 +91,8 @@ class ConformalPredictor:
         with evaluating(model):
             self.logits.refuse_changed()
             given = prepared(model, images, shape)
+            if not len(given):
+                raise ValueError("there are no images to predict sets for")
             values, errors = self.logits(given)
             self.logits.as_it_runs(given, values, errors)
         return _scores(values, errors, self, radius, 1) >= self.threshold
